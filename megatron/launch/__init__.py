@@ -1,8 +1,9 @@
-"""Processes: who this process is, and how the ranks of a run are started on this machine and on others.
+"""Starts the ranks of a run on one or several machines, and tells each process its rank and world size.
 
-`process_info` reads rank and world from the environment; `launch` starts a run and sees it to its end,
-`dry_run` says what would be started; `set_arch_list` mends a variable that DeepSpeed cannot read;
-`install_root` is where scripts and presets are. `doctor` looks at the machine before a run.
+`process_info` reads rank and world size from the environment. `launch` starts a run and waits for its end;
+`dry_run` returns the commands that would be started. `set_arch_list` replaces a TORCH_CUDA_ARCH_LIST that
+DeepSpeed cannot read. `install_root` returns the folder of scripts and presets. The package `doctor` checks
+the machine before a run.
 """
 
 from megatron.launch.cuda_driver import set_arch_list

@@ -1,5 +1,5 @@
-"""`neox`, the command of an installed package: every script of a clone by its name, started as `python`
-would."""
+"""The command `neox` of an installed package. It runs each script of a clone by its name: `neox train
+a.yml`."""
 
 import ast
 import os
@@ -12,24 +12,24 @@ from typing import NoReturn
 from megatron.launch.environment import LaunchError, install_root
 from megatron.process import run_command
 
-# What deepy.py starts on ranks, with the words of `neox --help`.
+# Scripts that deepy.py starts on ranks, by command, each with its summary in `neox --help`.
 ON_RANKS = {
     "train": ("train.py", "train a model"),
-    "eval": ("eval.py", "score a model on tasks of lm-eval"),
-    "generate": ("generate.py", "let a model write"),
-    "serve": ("tools/serve.py", "answer OpenAI's API with a model"),
+    "eval": ("eval.py", "evaluate a model on lm-eval tasks"),
+    "generate": ("generate.py", "generate text with a model"),
+    "serve": ("tools/serve.py", "serve a model over OpenAI's API"),
 }
 _HELP = """\
 usage: neox COMMAND ...
 
   neox quickstart_data                        make the data of the quickstart
-  neox train quickstart local_setup           train on it: files of yours, or presets by their names
+  neox train quickstart local_setup           train on it: your own files, or presets by their names
   neox train --num_gpus 2 a.yml b.yml --set train_iters=100
-  neox COMMAND --help                         what a command takes
+  neox COMMAND --help                         print the arguments of a command
 
 on the ranks of this machine, or of several (in a clone: python deepy.py train.py ...):
 {ranks}
-  doctor                             can a run start here?
+  doctor                             check whether a run can start here
   --help-config KEY, --diff-config A B
 
 tools (in a clone: python tools/...; a dash may stand for each _):
@@ -45,7 +45,7 @@ def command() -> NoReturn:
 
 
 def main() -> int:
-    """Replaces this process by the script that the command line names (`exec`).
+    """Replaces this process by the script that the command line names (`os.execv`).
 
     Returns only if no script is started: 0 after printing the help, 2 for an unknown command.
     """
@@ -83,7 +83,7 @@ def script_line(words: Sequence[str], folder: Path) -> list[str]:
         return [sys.executable, str(known_tools[name]), *arguments]
     matches = [full for full in known_tools if full.endswith(f"/{name}")]
     if matches:
-        raise LaunchError(f"{words[0]} is the name of several tools; write {' or '.join(matches)}")
+        raise LaunchError(f"{words[0]}: several tools have this name; write {' or '.join(matches)}")
     nearest = get_close_matches(name, [*ON_RANKS, "doctor", *known_tools], 1)
     hint = f"do you mean {nearest[0]}? " if nearest else ""
     raise LaunchError(f"{words[0]}: no such command; {hint}`neox --help` lists all commands")

@@ -1,6 +1,6 @@
 """Asks NVIDIA's driver about the devices that this process may use.
 
-It needs neither torch, whose import takes seconds, nor memory on a device.
+This module needs neither torch, whose import takes seconds, nor memory on a device.
 
 `set_arch_list` replaces a TORCH_CUDA_ARCH_LIST that DeepSpeed cannot read. torch accepts `9.0a` and names
 such as `Hopper` there. DeepSpeed 0.19.8 (ops/op_builder/builder.py, compute_capability_args) calls int() on
@@ -75,8 +75,8 @@ def set_arch_list(
         return None
     env[ARCH_LIST] = local_list
     return (
-        f"{ARCH_LIST}: {value!r} is not a list that DeepSpeed's builder reads; set to {local_list}, that of the "
-        "devices here"
+        f"{ARCH_LIST}: DeepSpeed's builder cannot read {value!r}; it is replaced by {local_list}, the compute "
+        "capabilities of this machine's GPUs"
     )
 
 

@@ -1,4 +1,5 @@
-"""This machine: its GPUs, which of them a run takes, and the names it goes by."""
+"""Finds the GPUs, cores, names, network interfaces and free ports of this machine, and chooses a run's
+GPUs."""
 
 import contextlib
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from megatron.launch.cuda_driver import device_count
 from megatron.launch.environment import LaunchError
 
-_NOT_EPHEMERAL = range(20_000, 32_768)  # below what Linux (32768 on) and macOS (49152 on) give to connections
+_NOT_EPHEMERAL = range(20_000, 32_768)  # outgoing connections get ports from 32768 (Linux) or 49152 (macOS)
 
 
 def choose_ranks(
@@ -28,11 +29,11 @@ def choose_ranks(
     Raises LaunchError if a requested GPU does not exist, or if include and exclude are both set.
     """
     if include and exclude:
-        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names the GPUs to use; remove one of them")
+        raise LaunchError(f"exclude: {exclude!r} and include: {include!r} cannot be set together; remove one of them")
     if not gpus:
         for key, value in (("include", include), ("exclude", exclude)):
             if value:
-                raise LaunchError(f"{key}: {value!r} names GPUs, but none is visible here; remove it, or set num_gpus")
+                raise LaunchError(f"{key}: {value!r} names GPUs, but none is visible; remove it, or set num_gpus")
         return num_gpus or 1, ()
     chosen = _named_gpus("include", include, gpus) if include else list(gpus)
     if exclude:
@@ -47,8 +48,10 @@ def choose_ranks(
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] if torch is built
-    for CPUs."""
+    """Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them, such as ["0", "1"].
+
+    Returns [] if torch is built for CPUs.
+    """
     count = _device_count()
     names = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[:count] if names else [str(index) for index in range(count)]
@@ -96,7 +99,7 @@ def _named_gpus(key: str, value: str, gpus: Sequence[str]) -> list[str]:
     """
     host, _, indices = value.partition(":")
     if host not in _local_names():
-        raise LaunchError(f"{key}: {value!r} names another machine than this one; write localhost:0,1")
+        raise LaunchError(f"{key}: {value!r} names another machine, not this one; write localhost:0,1")
     names = [name.strip() for name in indices.split(",") if name.strip()] or list(gpus)
     for name in names:
         if name not in gpus:
@@ -134,11 +137,11 @@ def interface_to(address: str) -> str | None:
 def free_port() -> int:
     """Returns a TCP port that is free on all addresses of this machine.
 
-    The port is chosen outside the range that the system uses for outgoing connections. Rank 0 listens only
-    seconds later, and until then no connection may take the port.
+    The port is outside the range that the system uses for outgoing connections. Rank 0 listens on it only
+    seconds later, and until then no outgoing connection should take it.
     """
     for port in (*random.SystemRandom().sample(_NOT_EPHEMERAL, 50), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return probe.getsockname()[1]
-    raise OSError("no TCP port of this machine is free")
+    raise OSError("this machine has no free TCP port; close programs that hold ports")

@@ -1,4 +1,4 @@
-"""Reads rank, world and rendezvous of this process from its environment; finds the folder of the scripts."""
+"""Reads this process's rank, world size and rendezvous address from its environment; finds the scripts."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from pathlib import Path
 from megatron.neox_arguments.errors import UserError
 
 DEFAULT_PORT = 29500
-ONE_PER_GPU = ("auto", "gpu", "cpu")  # values of PET_NPROC_PER_NODE that name no number
-_GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # of numbers in a node list
-# Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
+ONE_PER_GPU = ("auto", "gpu", "cpu")  # values of PET_NPROC_PER_NODE that are not numbers
+_GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # numbers in a Slurm node list
+# Variables of rank, world size, local rank and local world size: OpenMPI, MVAPICH, Hydra (MPICH, Intel MPI)
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -28,7 +28,7 @@ class LaunchError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """The rank of this process, its world, and the address at which ranks meet."""
+    """The rank of this process, the world size, and the address and port at which all ranks meet."""
 
     rank: int
     world_size: int
@@ -37,12 +37,14 @@ class ProcessInfo:
     master_addr: str
     master_port: int
     starter: str  # "torchrun", "operator" (of Kubernetes), "slurm", "mpi" or "alone"
-    # Whether all ranks are known to be on this machine; the same on each of them
+    # Whether all ranks are known to be on this machine; equal on all ranks
     on_one_machine: bool = field(default=False, compare=False)
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables that torch.distributed (env://) reads. Slurm and MPI set
-        variables of other names."""
+        """Returns the environment variables that torch.distributed (env://) reads, such as RANK.
+
+        Slurm and MPI set variables with other names.
+        """
         names = ("rank", "world_size", "local_rank", "local_world_size", "master_addr", "master_port")
         return {name.upper(): str(getattr(self, name)) for name in names}
 
@@ -50,13 +52,13 @@ class ProcessInfo:
 def process_info(
     env: Mapping[str, str] | None = None, master_addr: str | None = None, master_port: int | None = None
 ) -> ProcessInfo:
-    """Returns the rank and world of this process.
+    """Returns the rank and world size of this process, with the address and port at which ranks meet.
 
     They are read from RANK and WORLD_SIZE (deepy.py, torchrun, Kubernetes operators), else from a Slurm step,
-    else from OpenMPI, MVAPICH or MPICH. Without these the process is the only rank.
+    else from OpenMPI, MVAPICH or MPICH. Without such variables the process is the only rank.
 
-    `master_addr` and `master_port` are used if the environment has none. Raises LaunchError if the variables
-    are incomplete or contradict each other.
+    `master_addr` and `master_port` are used if the environment names no address or port. Raises LaunchError
+    if the variables are incomplete or contradict each other.
     """
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
@@ -70,11 +72,14 @@ def process_info(
     else:
         info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), "alone", True)
     if not 0 <= info.rank < info.world_size:
-        raise LaunchError(f"rank {info.rank} is not below world size {info.world_size} ({info.starter} environment)")
+        raise LaunchError(
+            f"rank {info.rank} is not below world size {info.world_size} ({info.starter} environment); correct these "
+            "environment variables"
+        )
     if not 0 <= info.local_rank < info.local_world_size:
         raise LaunchError(
             f"local rank {info.local_rank} is not below the number of ranks on this machine, {info.local_world_size} "
-            f"({info.starter} environment)"
+            f"({info.starter} environment); correct these environment variables"
         )
     return info
 
@@ -89,22 +94,23 @@ def install_root() -> Path:
 
 
 def port_of(value: int | str, name: str = "MASTER_PORT") -> int:
-    """Returns the value of the environment variable `name` as a number. Raises LaunchError if it is not a
-    port."""
+    """Returns `value`, which the environment variable `name` has, as a port number. Raises LaunchError if it
+    is not one."""
     if not str(value).isdecimal() or not 0 < int(value) < 65536:
-        raise LaunchError(f"{name}={value!r} in the environment is not a port number (1 to 65535)")
+        raise LaunchError(f"{name}={value!r} in the environment is not a port number (1 to 65535); correct or unset it")
     return int(value)
 
 
 def read_integer(env: Mapping[str, str], name: str) -> int:
-    """Returns the value of a variable as an integer. Raises LaunchError if it is not a whole number."""
+    """Returns the value of an environment variable as an integer. Raises LaunchError if it is not a whole
+    number."""
     if not env[name].isdecimal():
-        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number")
+        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number; correct or unset it")
     return int(env[name])
 
 
 def first_host(nodelist: str) -> str:
-    """Returns the first host of a Slurm node list: `n[003-007],m1` -> `n003`. Uses `scontrol` if it is
+    """Returns the first host of a Slurm node list: `n[003-007],m1` gives `n003`. Uses `scontrol` if it is
     installed.
 
     Raises LaunchError for text that is not a node list.
@@ -119,10 +125,11 @@ def first_host(nodelist: str) -> str:
 
 
 def first_of_list(nodelist: str) -> str:
-    """Returns the first host of a node list in the syntax of Slurm and python-hostlist.
+    """Returns the first host of a node list in the syntax of Slurm and python-hostlist: `n[1-3,7],m1` gives
+    `n1`.
 
-    Hosts are separated by commas; each may have any number of groups such as `[1-3,7]`. Raises LaunchError
-    for other text.
+    Hosts are separated by commas, and each may contain several groups such as `[1-3,7]`. Raises LaunchError
+    for any other text.
     """
     host_match = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+(?=,|$)", nodelist.strip())
     host = _GROUP.sub(r"\1", host_match[0]) if host_match is not None else "["
@@ -139,13 +146,18 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
         # An operator of Kubernetes, which counts pods: this process is the only one of its pod.
         ranks_of_pod = env["PET_NPROC_PER_NODE"]
         if ranks_of_pod not in ("1", *ONE_PER_GPU):
-            raise LaunchError(f"PET_NPROC_PER_NODE={ranks_of_pod} needs deepy.py or torchrun to start a pod's ranks")
+            raise LaunchError(
+                f"PET_NPROC_PER_NODE={ranks_of_pod} asks for several ranks in this pod, but this script is only one; "
+                "start it with deepy.py or torchrun"
+            )
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
     one_node = world == 1 or ("LOCAL_WORLD_SIZE" in env and local_world == world)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
-        raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
+        raise LaunchError(
+            "WORLD_SIZE is set but MASTER_ADDR is not; set MASTER_ADDR to the address of rank 0's machine"
+        )
     return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "torchrun", one_node)
 
 
@@ -170,7 +182,8 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, 
     local_world = _number(env, names[3], local_rank + 1)
     if addr is None and "MASTER_ADDR" not in env and local_world < world:
         raise LaunchError(
-            "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."
+            "mpirun started ranks on several machines, but MASTER_ADDR is not set; pass the address of rank 0's "
+            "machine: mpirun -x MASTER_ADDR=..."
         )
     one_node = world == 1 or (names[3] in env and local_world == world)
     return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "mpi", one_node)
@@ -189,4 +202,4 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     try:
         return int(env[name])
     except ValueError:
-        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number") from None
+        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number; correct it") from None

@@ -1,7 +1,7 @@
-"""Signs of life and signals between machines, so that none waits for a lost one.
+"""Exchanges heartbeats and signals between the machines of a run, so that no machine waits for a lost one.
 
-`Heartbeat` is a thread of each launcher. `SshSupervisor` beats for the
-process that started the launchers over ssh.
+`Heartbeat` is a thread of the launcher on each machine. `SshSupervisor` belongs to the process that started
+these launchers over ssh.
 """
 
 import queue
@@ -16,44 +16,45 @@ from megatron.process import say
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-BEAT_S = 2.0  # between two beats
-SILENT_S = 30.0  # without a beat a machine is taken for gone
-ROUND_S = 0.2  # between two looks at the store
+BEAT_S = 2.0  # between two heartbeats of a machine
+SILENT_S = 30.0  # a machine without a heartbeat for this long counts as lost
+ROUND_S = 0.2  # between two reads of the store
 STARTER = "starter"  # the process that started the launchers over ssh
 SIGTERM = 15
-# Of the process that started the launchers over ssh
-RETRY_S = 1.0
-WARN_S = 10.0
+# Time limits of `SshSupervisor`
+RETRY_S = 1.0  # between two tries to connect to the store
+WARN_S = 10.0  # until it warns that a signal was not delivered
 CONNECT_S = 1.0
 STORE_S = 5.0  # for one answer of the store
 
 
 class Heartbeat(threading.Thread):
-    """A thread that connects this machine's launcher with the others through the store of node 0.
+    """A thread that connects this machine's launcher with the other launchers, through the store of node 0.
 
-    It reports that this machine is alive (a beat), and exchanges signals and the outcome of one attempt.
+    It sends heartbeats, and exchanges signals and the outcome of one attempt (one start of the run).
 
-    Keys of an attempt, below `<attempt>/`:
+    Keys of an attempt in the store, each with the prefix `<attempt>/`:
 
-    `beat/<node>`: the time of the node's last beat.
-    `done/<node>`: set when the node's ranks ended well, to the signal passed on to them, or 0.
-    `left/<node>`: set when the node's launcher leaves.
+    `beat/<node>`: the time of the node's last heartbeat.
+    `done/<node>`: exists once all ranks of the node have ended with exit code 0. Its value is the signal that
+        was passed on to them, or 0.
+    `left/<node>`: exists once the node's launcher leaves.
     `end`: JSON of the first failure.
 
-    Keys of all attempts: `signal/<n>`, the n-th signal, and `beat/starter`, the last beat of the process that
-    started the launchers over ssh.
+    Keys of all attempts: `signal/<n>`, the n-th signal, and `beat/starter`, the last heartbeat of the process
+    that started the launchers over ssh.
     """
 
     def __init__(self, store: "TCPStore", attempt: int, node: int, count: int) -> None:
         super().__init__(daemon=True)
-        self.failure: str | None = None  # JSON of the first one's Outcome, of any machine
+        self.failure: str | None = None  # JSON of the Outcome that failed first, on any machine
         self.all_done = False
-        self.signal = 0  # that some machine passed on to its ranks, which ended well
+        self.signal = 0  # one that a machine passed on to its ranks before they ended well
         self._store, self._prefix, self._node, self._count = store, f"{attempt}/", node, count
         self._to_report: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._signals_seen = 0
-        self._beats: dict[str, tuple[str, float]] = {}  # of node or starter: the latest, and when it changed
+        self._beats: dict[str, tuple[str, float]] = {}  # by node or STARTER: last beat, when it came
         self._done: set[int] = set()
         self._symptom_of_node_0: str | None = None
         self._answered_at = time.monotonic()
@@ -61,12 +62,14 @@ class Heartbeat(threading.Thread):
         self._patience_s = 0.0
 
     def report_done(self, signal: int) -> None:
-        """Tells the other machines that our ranks ended well. signal: the signal passed on to our ranks, or
-        0."""
+        """Tells the other machines that all ranks of this machine ended with exit code 0.
+
+        signal: the signal that was passed on to these ranks, or 0.
+        """
         self._to_report.put(("done", str(signal)))
 
     def report_failure(self, outcome: str) -> None:
-        """Tells the other machines that one of our ranks failed. outcome: JSON of an `Outcome`."""
+        """Tells the other machines that a rank of this machine failed. outcome: JSON of an `Outcome`."""
         self._to_report.put(("end", outcome))
 
     def take_signals(self) -> list[int]:
@@ -77,7 +80,8 @@ class Heartbeat(threading.Thread):
         return signals
 
     def silent_node(self) -> tuple[int, str] | None:
-        """Returns (node, symptom) of a machine that seems lost; None if all machines sent a beat lately."""
+        """Returns (node, symptom in words) of a machine that seems lost. None if every machine sent a
+        heartbeat in the last 30 s."""
         if self._symptom_of_node_0 is not None:
             return 0, self._symptom_of_node_0
         now = time.monotonic()
@@ -89,19 +93,20 @@ class Heartbeat(threading.Thread):
         return None
 
     def forgive_silence(self) -> None:
-        """Restarts the time limit of every machine, because this machine was suspended."""
+        """Restarts the time limit for the next heartbeat of every machine. Called after this machine was
+        suspended."""
         self._answered_at = time.monotonic()
         self._beats = {sender: (beat, self._answered_at) for sender, (beat, _) in self._beats.items()}
 
     def leave(self, patience_s: float) -> None:
-        """Sends pending reports and ends the thread. Waits at most `patience_s` for the other machines to
-        leave."""
+        """Sends pending reports and ends the thread. Waits at most `patience_s` seconds for the other
+        machines to leave."""
         self._patience_s = patience_s
         self._leaving.set()
         self._left.wait(patience_s + 3.0)
 
     def run(self) -> None:
-        """Sends beats and exchanges reports until `leave` is called or the store is lost."""
+        """Sends heartbeats and exchanges reports until `leave` is called or the store is lost."""
         try:
             self._signals_seen = self._store.add("signals", 0)  # earlier ones were for an earlier attempt
             beat_at = 0.0
@@ -116,7 +121,7 @@ class Heartbeat(threading.Thread):
                 self._leaving.wait(ROUND_S)
             self._exchange()
             self._wait_for_others()
-        except RuntimeError:  # torch's, of a store whose other end is gone
+        except RuntimeError:  # torch raises it if the process that hosts the store is gone
             self._symptom_of_node_0 = "is gone"
         finally:
             self._left.set()
@@ -141,8 +146,8 @@ class Heartbeat(threading.Thread):
             self._signals.put(int(store.get(f"signal/{self._signals_seen}")))
 
     def _read_beats(self) -> None:
-        """Notes, on node 0, when each machine sent its last beat. If the process that started the launchers
-        over ssh is lost, all ranks get SIGTERM."""
+        """Records on node 0 when the last heartbeat of each machine arrived. If the process that started the
+        launchers over ssh is lost, sends SIGTERM to all ranks."""
         keys = {str(node): f"{self._prefix}beat/{node}" for node in range(1, self._count)}
         for sender, key in {**keys, STARTER: f"beat/{STARTER}"}.items():
             if sender != STARTER and sender not in self._beats:
@@ -159,7 +164,8 @@ class Heartbeat(threading.Thread):
                 send_signal(self._store, SIGTERM)
 
     def _wait_for_others(self) -> None:
-        """Reports that this machine leaves. Node 0 leaves last, because it hosts the store."""
+        """Tells the other machines that this machine leaves. Node 0 then waits for them, because it hosts the
+        store."""
         self._store.set(f"{self._prefix}left/{self._node}", "1")
         keys = [f"{self._prefix}left/{node}" for node in range(self._count)]
         if self._patience_s:
@@ -174,8 +180,8 @@ def send_signal(store: "TCPStore", number: int) -> None:
 class SshSupervisor:
     """Sends signals to the ranks through the store of node 0, because ssh forwards no signals.
 
-    Its beats tell the machines that the process that started them over ssh is alive. Without beats the run is
-    stopped.
+    It also sends heartbeats from the process that started the launchers over ssh. If these heartbeats stop,
+    the launchers stop the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -186,19 +192,19 @@ class SshSupervisor:
         self._tried_at = self._beat_at = 0.0
 
     def send(self, number: int) -> None:
-        """Sends a signal to all ranks, as soon as node 0 answers."""
+        """Sends a signal to all ranks: now, or as soon as node 0 answers."""
         self._to_send.append(number)
         self._asked_at = time.monotonic()
         self.beat()
 
     def beat(self) -> None:
-        """Sends pending signals and a sign of life. Call it often; it connects and beats only every few
-        seconds."""
+        """Sends pending signals and a heartbeat. Call it often: it connects at most every second, and sends a
+        heartbeat at most every 2 s."""
         now = time.monotonic()
         if self._asked_at and self._to_send and now - self._asked_at > WARN_S:
             say(
-                f"deepy.py: node 0 does not answer at {self._address}:{self._port}, so the signal is not "
-                "passed on yet; a second one ends the run"
+                f"deepy.py: node 0 does not answer at {self._address}:{self._port}, so the signal has not reached "
+                "the ranks yet; send a second signal to end the run"
             )
             self._asked_at = None
         try:

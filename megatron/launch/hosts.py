@@ -1,4 +1,4 @@
-"""The machines of a run, from a hostfile or the flag `--hosts`, and which of their slots are used."""
+"""Reads the machines of a run from a hostfile or the flag `--hosts`, and chooses their slots."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from megatron.launch.environment import LaunchError
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-HOSTFILE = "/job/hostfile"  # where DeepSpeed looks when nothing is said
-# What starters give on: DeepSpeed's list for CUDA, the fabric's variables and our own. Never what holds a
-# secret: it would stand on a command line that everybody on the machine can read.
+HOSTFILE = "/job/hostfile"  # DeepSpeed's default
+# Prefixes of variables that are sent to other machines: DeepSpeed's list for CUDA, variables of networks, and
+# ours. Secrets are never sent: they would be on a command line, which everybody on the machine can read.
 _CARRIED = (
     "MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY", "LD_PRELOAD", "PATH", "FI_", "GLOO_", "NEOX_", "OMP_",
 )  # fmt: skip
@@ -26,7 +26,7 @@ class Node:
     """One machine.
 
     ranks: number of ranks; None if the machine counts its GPUs itself.
-    devices: entries of CUDA_VISIBLE_DEVICES; empty without GPUs, or for the first `ranks` GPUs.
+    devices: entries of CUDA_VISIBLE_DEVICES; empty: the first `ranks` GPUs, or no GPUs.
     """
 
     host: str
@@ -34,7 +34,7 @@ class Node:
     devices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Returns the machine as `--hosts` takes it: `a:2,3`, `a=2` or `a`."""
+        """Returns the machine as `--hosts` takes it: `a:2,3` (GPUs), `a=2` (number of ranks) or `a`."""
         if self.devices:
             return f"{self.host}:{','.join(self.devices)}"
         return self.host if self.ranks is None else f"{self.host}={self.ranks}"
@@ -64,7 +64,8 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
     slots = choose_slots(slots, args.include, args.exclude, key=f"{key}: {path}")
     if args.num_nodes > len(slots):
         raise LaunchError(
-            f"num_nodes: {args.num_nodes} requested, but {key} {path} offers only {len(slots)}: {', '.join(slots)}"
+            f"num_nodes: {args.num_nodes} requested, but {key} {path} offers only {len(slots)}: {', '.join(slots)}; "
+            "request fewer, or add machines"
         )
     count = args.num_nodes if args.num_nodes > 0 else None
     nodes = [_node(host, host_slots) for host, host_slots in slots.items()][:count]
@@ -72,14 +73,17 @@ def hosts_of(args: "NeoXArgs", hosts: Sequence[str], env: Mapping[str, str]) -> 
         return tuple(nodes)
     for node in nodes:
         if args.num_gpus > (node.ranks or 0):
-            raise LaunchError(f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}")
+            raise LaunchError(
+                f"num_gpus: {args.num_gpus} asked for, but {node.host} has {node.ranks} slots in {path}; lower it"
+            )
     return tuple(replace(node, ranks=args.num_gpus, devices=node.devices[: args.num_gpus]) for node in nodes)
 
 
 def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
     """Returns the number of slots of each host in a hostfile: lines `host slots=N`, comments after `#`.
 
-    key: the key that named the file, for messages. Raises LaunchError.
+    key: the configuration key that names the file, for messages. Raises LaunchError if the file cannot be
+    read, has a wrong line, or lists no slots.
     """
     slots_of: dict[str, int] = {}
     try:
@@ -108,12 +112,12 @@ def choose_slots(
     """Returns the slot numbers of each host to use, in the hostfile's order.
 
     slots: all slot numbers of each host.
-    include, exclude: DeepSpeed's `a:2,3@b`; a host alone means all of its slots.
+    include, exclude: in DeepSpeed's syntax. `a:2,3@b` means slots 2 and 3 of host a, and all slots of host b.
 
     Raises LaunchError for an unknown host or slot, and if no slot is left.
     """
     if include and exclude:
-        raise LaunchError(f"exclude: {exclude!r}, but include: {include!r} names what to use; remove one of them")
+        raise LaunchError(f"exclude: {exclude!r} and include: {include!r} cannot be set together; remove one of them")
     if not include and not exclude:
         return dict(slots)
     key_name, text = ("include", include) if include else ("exclude", exclude)
@@ -123,10 +127,12 @@ def choose_slots(
         if host not in slots:
             raise LaunchError(f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})")
         if not re.fullmatch(r"\d+(,\d+)*", numbers) and colon:
-            raise LaunchError(f"{key_name}: {part!r} is not of the form host:0,1")
+            raise LaunchError(f"{key_name}: {part!r} is not of the form HOST:0,1; correct it")
         for slot in map(int, numbers.split(",")) if colon else slots[host]:
             if slot not in slots[host]:
-                raise LaunchError(f"{key_name}: {text!r} names slot {slot} of {host}; it has {len(slots[host])} slots")
+                raise LaunchError(
+                    f"{key_name}: {text!r} names slot {slot} of {host}, which has {len(slots[host])} slots"
+                )
             chosen.setdefault(host, set()).add(slot)
     remaining = {
         host: [slot for slot in host_slots if (slot in chosen.get(host, ())) == (key_name == "include")]
@@ -141,11 +147,12 @@ def choose_slots(
 def carried(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables to send to other machines:
 
-    variables of `env` with one of the `_CARRIED` prefixes, unless the name suggests a secret,
-    PYTHONPATH, with the working folder in front,
-    all variables in the files `.deepspeed_env` (or DS_ENV_FILE) of the home and the working folder.
+    - variables of `env` whose names begin with a prefix in `_CARRIED`, unless the name suggests a secret,
+    - PYTHONPATH, with the working folder in front,
+    - all variables in the file `.deepspeed_env` (or the file name in DS_ENV_FILE) of the home folder and of
+      the working folder.
 
-    Raises LaunchError for a line in such a file that is not NAME=VALUE.
+    Raises LaunchError if a line of such a file is not NAME=VALUE.
     """
     variables = {
         name: value for name, value in env.items() if name.startswith(_CARRIED) and not _SECRET.search(name)
@@ -158,7 +165,7 @@ def carried(env: Mapping[str, str]) -> dict[str, str]:
                 continue
             name, equals, value = line.strip().partition("=")
             if not equals:
-                raise LaunchError(f"{path}:{number}: {line!r} is not of the form NAME=VALUE")
+                raise LaunchError(f"{path}:{number}: {line!r} is not of the form NAME=VALUE; correct or remove it")
             variables[name] = value
     return variables
 

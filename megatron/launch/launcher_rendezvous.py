@@ -1,4 +1,7 @@
-"""Connects the launchers of a run on several machines: arrivals, ranks of each, outcome of the run."""
+"""Connects the launchers of a run on several machines.
+
+They wait for each other, learn their ranks and the port of rank 0, and share the outcome of the run.
+"""
 
 import json
 import secrets
@@ -19,15 +22,15 @@ if TYPE_CHECKING:
 
     from megatron.launch.run import Run
 
-REMIND_S = 15.0  # between two lines that say that other machines still work
+REMIND_S = 15.0  # between two messages that this machine waits for other machines
 POLL_S = 0.1
-LEAVE_S = 10.0  # for the others to read how the run ended, before node 0's store goes
+LEAVE_S = 10.0  # for other machines to read the outcome before node 0 closes the store
 STORE_S = 30.0  # for one answer of the store
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The first rank of this machine, the world size, and the port at which rank 0 waits for all ranks."""
+    """The first rank of this machine, the world size, and the port at which rank 0 listens for all ranks."""
 
     first_rank: int
     world_size: int
@@ -37,16 +40,16 @@ class RankAssignment:
 class LauncherRendezvous:
     """Connects the launchers of all machines through a store, which node 0 hosts at master_addr:master_port.
 
-    Each start of the run is an attempt, and its keys in the store begin with its number. During an attempt
-    only a thread (`Heartbeat`) talks to the store. So a lost machine never blocks the launcher, which watches
-    its own ranks.
+    Each start of the run is an attempt, and keys of an attempt in the store begin with the attempt's number.
+    During an attempt only a thread (`Heartbeat`) talks to the store. So a lost machine never blocks the
+    launcher, which watches its own ranks.
     """
 
     def __init__(self, run: "Run", patience_s: float) -> None:
-        """On node 0 hosts the store; on other machines connects to it.
+        """Hosts the store if this machine is node 0, else connects to the store of node 0.
 
-        patience_s: how long to wait for the other machines. Raises LaunchError if node 0 cannot be reached,
-        or the port is in use.
+        patience_s: seconds to wait for the other machines. Raises LaunchError if node 0 cannot be reached, or
+        if the port is in use.
         """
         self._run = run
         self._patience_s = patience_s
@@ -54,17 +57,17 @@ class LauncherRendezvous:
         self._hosts[run.node_rank] = socket.gethostname()
         self._store = self._host_store() if run.node_rank == 0 else self._reach_store()
         self._heartbeat: Heartbeat | None = None
-        self._arrived: dict[int, dict] = {}  # what each launcher said of its machine, by node
+        self._arrived: dict[int, dict] = {}  # by node: how its launcher described the machine
         self._attempt = 0
         self._wait_start = self._last_look = time.monotonic()
         self._finished = False
 
     def assemble(self, attempt: int) -> RankAssignment:
-        """Waits until the launchers of all machines have joined this attempt. Returns this machine's ranks
-        and the port of rank 0.
+        """Waits until the launchers of all machines have joined this attempt. Returns this machine's first
+        rank, the world size and the port of rank 0.
 
-        attempt: number of the start, from 0. Raises LaunchError for missing machines, for a node_rank used
-        twice, and if the number of ranks is not TOTAL_GPUS.
+        attempt: number of this start of the run, from 0. Raises LaunchError for missing machines, for a
+        node_rank used twice, and if the number of ranks is not TOTAL_GPUS.
         """
         run, node, count = self._run, self._run.node_rank, len(self._run.nodes)
         self._attempt, self._finished, self._arrived = attempt, False, {}
@@ -74,19 +77,19 @@ class LauncherRendezvous:
             claimed = store.claim(self._store, f"{attempt}/node/{node}", described)
             if claimed is not None:
                 raise LaunchError(
-                    f"node_rank {node} is used by host {json.loads(claimed)['host']} already; give each machine another"
+                    f"node_rank {node} is used by host {json.loads(claimed)['host']} already; give each machine its own"
                 )
             if not store.wait_for_arrivals(self._look_for_nodes, count, self._patience_s, POLL_S, self._remind):
                 present = ", ".join(self._name(peer) for peer in sorted(self._arrived))
                 raise LaunchError(
-                    f"{self._missing()} of {count} did not join within {self._patience_s:.0f} s (here: {present}); "
-                    f"start deepy.py there too, with the same --num_nodes and --master_addr {run.master_addr}, or set "
-                    "a longer rendezvous_timeout_s"
+                    f"{self._missing()} of {count} did not join within {self._patience_s:.0f} s (joined: {present}); "
+                    "start deepy.py on the missing machines too, with the same --num_nodes and --master_addr "
+                    f"{run.master_addr}, or set a longer rendezvous_timeout_s"
                 )
             if node == 0:
                 self._store.set(f"{attempt}/port", str(free_port()))
             port = int(self._store.get(f"{attempt}/port"))
-        except RuntimeError as problem:  # torch's, of a store whose other end is gone
+        except RuntimeError as problem:  # torch raises it if the process that hosts the store is gone
             raise LaunchError(
                 f"node 0 ({run.master_addr}) ended while this machine waited for "
                 f"{self._missing(exclude=node) or 'the port of rank 0'}; see the output of node 0"
@@ -94,46 +97,48 @@ class LauncherRendezvous:
         ranks = [self._arrived[peer]["ranks"] for peer in range(count)]
         if run.total_ranks not in (None, sum(ranks)):
             counts = ", ".join(f"{self._name(peer)} has {ranks[peer]} ranks" for peer in range(count))
-            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but {counts}; correct or unset it")
+            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but {counts}; correct or unset TOTAL_GPUS")
         self._heartbeat = Heartbeat(self._store, attempt, node, count)
         self._heartbeat.start()
         return RankAssignment(sum(ranks[:node]), sum(ranks), port)
 
     def signals(self) -> list[int]:
-        """Returns new signals to pass on to all ranks. The process that started the launchers over ssh sends
-        them."""
+        """Returns the signals that arrived since the last call, to be passed on to this machine's ranks.
+
+        They come from the process that started the launchers over ssh.
+        """
         return self._heartbeat.take_signals() if self._heartbeat else []
 
     def outcome(self) -> Outcome | None:
-        """Returns the outcome of the run; None while it runs.
+        """Returns the outcome of the run on all machines; None while it runs.
 
         The run succeeds once all machines report success. Otherwise the outcome is the first failure. A
-        machine that sends no beat for 30 s counts as a failure.
+        machine that sends no heartbeat for 30 s counts as a failure.
         """
         heartbeat = self._heartbeat
         if heartbeat is None:
             return None
         now = time.monotonic()
-        if now - self._last_look > SUSPENDED_S:  # we slept, not the others
+        if now - self._last_look > SUSPENDED_S:  # this machine was suspended, not the others
             heartbeat.forgive_silence()
         self._last_look = now
         if heartbeat.failure is not None:
             return Outcome(**json.loads(heartbeat.failure))
         if (silent := heartbeat.silent_node()) is not None:
             node, symptom = silent
-            lost = Outcome(1, f"{self._name(node)} {symptom}; see its output there")
+            lost = Outcome(1, f"{self._name(node)} {symptom}; see the output of deepy.py on that machine")
             heartbeat.report_failure(json.dumps(asdict(lost)))
             return lost
         if heartbeat.all_done:
             return Outcome(0, signal=heartbeat.signal)
         if self._finished and now - self._wait_start > REMIND_S:
-            say("deepy.py: the ranks here have ended; waiting for those of other machines")
+            say("deepy.py: all ranks of this machine have ended; waiting for the ranks of other machines")
             self._wait_start = now
         return None
 
     def report(self, outcome: Outcome) -> None:
-        """Reports the outcome of our ranks to the other machines. If it is the first failure, it becomes the
-        outcome of the run."""
+        """Reports the outcome of this machine's ranks to the other machines. If it is the first failure, it
+        becomes the outcome of the run."""
         if self._heartbeat is None:
             return
         self._finished, self._wait_start = True, time.monotonic()
@@ -144,10 +149,10 @@ class LauncherRendezvous:
         self._heartbeat.report_failure(json.dumps(with_node))
 
     def leave(self, local_outcome: Outcome) -> Outcome:
-        """Ends this attempt and returns the outcome of the run. Node 0 first waits up to 10 s until the other
-        machines have read it.
+        """Ends this attempt and returns the outcome of the run: the first failure, else `local_outcome`.
 
-        local_outcome: the outcome on this machine.
+        Node 0 first waits up to 10 s until the other machines have read the outcome. local_outcome: the
+        outcome on this machine.
         """
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is None:
@@ -156,9 +161,10 @@ class LauncherRendezvous:
         return local_outcome if heartbeat.failure is None else Outcome(**json.loads(heartbeat.failure))
 
     def _look_for_nodes(self) -> int:
-        """Reads the descriptions of newly arrived launchers. Returns how many have arrived.
+        """Reads what newly arrived launchers say about their machines. Returns how many launchers have
+        arrived.
 
-        Raises LaunchError if one was started with another number of nodes.
+        Raises LaunchError if a launcher was started with a different number of nodes.
         """
         for node in range(len(self._run.nodes)):
             key = f"{self._attempt}/node/{node}"
@@ -168,17 +174,17 @@ class LauncherRendezvous:
                 if peer["nodes"] != len(self._run.nodes):
                     raise LaunchError(
                         f"num_nodes is {len(self._run.nodes)} here ({socket.gethostname()}) and {peer['nodes']} on "
-                        f"{self._name(node)}; only --node_rank and --include may differ"
+                        f"{self._name(node)}; only --node_rank and --include may differ between machines"
                     )
         return len(self._arrived)
 
     def _missing(self, exclude: int | None = None) -> str:
-        """Returns the names of machines that have not arrived. exclude: a node to leave out."""
+        """Returns the names of machines whose launchers have not arrived. exclude: a node to leave out."""
         nodes = (node for node in range(len(self._run.nodes)) if node not in self._arrived and node != exclude)
         return ", ".join(map(self._name, nodes))
 
     def _remind(self) -> None:
-        say(f"deepy.py: waiting for {self._missing()} of {len(self._run.nodes)}")
+        say(f"deepy.py: waiting for {self._missing()} of {len(self._run.nodes)} nodes to start")
 
     def _name(self, node: int) -> str:
         host = self._hosts[node]
@@ -206,6 +212,6 @@ class LauncherRendezvous:
             return store.reach_store(address, port, self._patience_s, STORE_S, remind=remind)
         except store.StoreUnreachable as problem:
             raise LaunchError(
-                f"node 0 did not answer at {address}:{port} within {self._patience_s:.0f} s ({problem}): start "
-                "deepy.py --node_rank 0 there, and check that no firewall blocks the port"
+                f"node 0 did not answer at {address}:{port} within {self._patience_s:.0f} s ({problem}); start "
+                "deepy.py --node_rank 0 on that machine, and check that no firewall blocks the port"
             ) from None

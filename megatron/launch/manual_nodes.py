@@ -38,8 +38,8 @@ def find_manual_node(
     machines.
 
     The place is read from keys and flags, then from MAIN_NODE_IP, then from the variables of Kubernetes
-    operators: PET_NNODES, PET_NODE_RANK and PET_NPROC_PER_NODE, or RANK and WORLD_SIZE. Without LOCAL_RANK
-    these two count pods.
+    operators: PET_NNODES, PET_NODE_RANK and PET_NPROC_PER_NODE, or RANK and WORLD_SIZE. If LOCAL_RANK is
+    unset, RANK and WORLD_SIZE count pods.
 
     host_nodes: the machines of a hostfile or of `--hosts`. Raises LaunchError for incomplete or contradictory
     values.
@@ -47,16 +47,16 @@ def find_manual_node(
     nodes_of_pods, rank_of_pod = _pods(env)
     if node_rank is None and int(env.get("WORLD_SIZE", "1") or 1) > 1 and {"RANK", "LOCAL_RANK"} <= set(env):
         raise LaunchError(
-            f"RANK={env['RANK']} and LOCAL_RANK={env['LOCAL_RANK']} of WORLD_SIZE={env['WORLD_SIZE']} are set: this "
-            "process is a rank already; start the script itself instead of deepy.py, or unset them"
+            f"RANK={env['RANK']}, LOCAL_RANK={env['LOCAL_RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set, so this "
+            "process is a rank already; start the script itself instead of deepy.py, or unset these variables"
         )
     node_rank = rank_of_pod if node_rank is None else node_rank
     count = args.num_nodes if args.num_nodes > 1 else len(host_nodes) or nodes_of_pods or 1
     if node_rank is None:
         if hosts and count > 1:
             raise LaunchError(
-                "--hosts starts no ranks on other machines: type on each machine its line of --dry-run, or set "
-                "hostfile to start ranks over ssh"
+                "--hosts does not start ranks on other machines; on each machine type the line that --dry-run prints "
+                "for it, or set hostfile to start ranks over ssh"
             )
         if count > 1 and not host_nodes:
             raise LaunchError(
@@ -71,7 +71,8 @@ def find_manual_node(
     address = address or (host_nodes[0].host if host_nodes else "127.0.0.1" if count == 1 else None)
     if address is None:
         raise LaunchError(
-            "node_rank: set master_addr (or MAIN_NODE_IP) to the address of the machine with --node_rank 0"
+            "node_rank: the address of node 0 is unknown; set master_addr (or MAIN_NODE_IP) to the address of the "
+            "machine with --node_rank 0"
         )
     port = args.master_port
     if args.origin("master_port") == "default":
@@ -90,8 +91,8 @@ def is_pod(env: Mapping[str, str]) -> bool:
 
 
 def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Returns (number of pods, index of this pod), as a Kubernetes operator sets them; (None, None) outside a
-    pod."""
+    """Returns (number of pods, index of this pod) from the variables of a Kubernetes operator; (None, None)
+    outside a pod."""
     if env.get("PET_NODE_RANK") and env.get("PET_NNODES"):
         if not env["PET_NNODES"].isdecimal():
             raise LaunchError(

@@ -1,9 +1,9 @@
 """Chooses the NCCL that a run preloads: torch's own, or the machine's if that is not older.
 
-    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD, and says which on stderr
+    eval "$(python -m megatron.launch.nccl)"        # sets NCCL_LIBRARY and LD_PRELOAD; stderr describes the choice
 
-An older one ends in `undefined symbol: ncclCommShrink` when torch is imported, so nothing here imports torch
-before that is known.
+With an NCCL older than torch's, `import torch` fails with `undefined symbol: ncclCommShrink`. So this module
+imports torch only if it finds no file from which to read the version of torch's NCCL.
 """  # noqa: W505 (lines to copy)
 
 import importlib.util
@@ -57,20 +57,23 @@ def choose(torch_nccl: Nccl | None, site: Nccl | None) -> NcclChoice:
     site: this machine's (`site_nccl`); None if it has none.
     """
     if torch_nccl is None:
-        return NcclChoice(None, "none: there is no torch with CUDA")
+        return NcclChoice(None, "none, because torch is not installed or is built without CUDA")
     note = ""
     if site is not None and site.file != torch_nccl.file:
         if site.version and torch_nccl.version and site.version >= torch_nccl.version:
             return NcclChoice(site.file, f"{site}, this machine's ({site.file}); torch was built with {torch_nccl}")
         comparable = site.version and torch_nccl.version
         reason = "is older than the one torch was built with" if comparable else "cannot be compared"
-        note = f"; {site} of this machine ({site.file}) {reason} and is left out"
+        note = f"; {site} of this machine ({site.file}) {reason} and is not used"
     return NcclChoice(torch_nccl.file, f"{torch_nccl}, torch's own ({torch_nccl.file or 'within its libraries'}){note}")
 
 
 def own_nccl() -> Nccl | None:
-    """Returns the NCCL that torch brings along: the file in its wheel, or the version that torch reports.
-    None without torch or without CUDA."""
+    """Returns the NCCL that torch was installed with: the file in its wheel, or the version that torch
+    reports.
+
+    Returns None if torch is not installed or is built without CUDA.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None
@@ -85,13 +88,13 @@ def own_nccl() -> Nccl | None:
         import torch
 
         return Nccl(tuple(torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    except Exception:  # whatever a torch that cannot be loaded says: the doctor and the run will show it
+    except Exception:  # torch cannot be imported; the doctor and the run show why
         return Nccl(None)
 
 
 def site_nccl(env: Mapping[str, str]) -> Nccl | None:
-    """Returns this machine's NCCL: from NCCL_LIBRARY, else LD_PRELOAD, else the first on LD_LIBRARY_PATH
-    (modules).
+    """Returns this machine's NCCL: from NCCL_LIBRARY, else LD_PRELOAD, else the first on LD_LIBRARY_PATH;
+    None if there is none.
 
     Raises LaunchError if NCCL_LIBRARY is not a file.
     """

@@ -32,14 +32,14 @@ def plan(
     script_args: further arguments of the script.
     node_rank, hosts: the flags `--node_rank` and `--hosts`.
     env: None: this process's environment.
-    args_file: the file of resolved arguments of an earlier start, to be used again.
+    args_file: the file of resolved arguments of an earlier start, to be reused; None: a new file.
 
     Raises LaunchError for machines or GPUs that do not exist or contradict each other, and ConfigError for a
     layout that does not fit the number of ranks.
     """
     env = os.environ if env is None else env
     script = Path(script)
-    # A name of its own: runs may share log_dir, and ranks read the file seconds later.
+    # A unique name: runs may share log_dir, and ranks read the file seconds later.
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}.{socket.gethostname()}.{os.getpid()}"
     args_file = args_file or log_dir_of(args) / f"neox_args.{script.stem}.{unique}.json"
     # -u: a log line must reach the log when it is printed, not when a buffer is full
@@ -61,7 +61,7 @@ def plan(
         address = requested or env.get("MASTER_ADDR") or nodes[0].host
         run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
     else:
-        # A hostfile that nobody named says nothing to somebody who types on each machine.
+        # With --node_rank, the command is typed on each machine: a default hostfile is ignored.
         is_manual = node_rank is not None and not hosts and not args.hostfile
         host_nodes = () if is_manual else hosts_of(args, hosts, env)
         manual = find_manual_node(args, node_rank, host_nodes, hosts, env)
@@ -134,7 +134,7 @@ def _over_hosts(run: Run, args: "NeoXArgs", host_nodes: Sequence[Node], launcher
     if address in ("localhost", "127.0.0.1") and not all(is_this_machine(node.host) for node in host_nodes):
         address = socket.gethostname()
     environment = carried(env)
-    if launcher != "pdsh":  # with pdsh a launcher on each machine sees to it
+    if launcher != "pdsh":  # with pdsh the launcher on each machine sets it
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // max(node.ranks or 1 for node in host_nodes))))
     return replace(
         run, launcher=launcher, nodes=tuple(host_nodes), master_addr=address,

@@ -1,4 +1,4 @@
-"""One rank as a child process: its output, its log, its end."""
+"""Runs one rank as a child process: reads its output, writes its log, sends it signals."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ TAIL_BYTES = 64 * 1024
 
 @dataclass
 class Rank:
-    """A running rank with the end of its output and the signs of failure found there."""
+    """A rank's child process, the last part of its output, and signs of failure found in that output."""
 
     index: int
     world_size: int
@@ -37,7 +37,8 @@ class Rank:
     stopped_at: float | None = None
 
     def read(self) -> bytes:
-        """Reads the next piece of the rank's output, writes it to the rank's log and returns it."""
+        """Reads the next piece of the rank's output, writes it to the rank's log and returns it; b"" if there
+        is none."""
         data = _read(self.output)
         if data:
             self.log.write(data)
@@ -49,8 +50,8 @@ class Rank:
         return data
 
     def read_all(self) -> None:
-        """Reads everything written so far. It does not wait for the pipe's end, because a grandchild may keep
-        it open."""
+        """Reads all output that the rank has written so far. It does not wait for the end of the pipe,
+        because a child process of the rank may keep the pipe open."""
         while self.read():
             pass
 
@@ -74,7 +75,7 @@ class Rank:
         return self.process.returncode == 1 and OVERDUE.search(self.tail) is not None
 
     def ending_signal(self) -> int:
-        """Returns the signal that ended the rank, and SIGINT for exit code 130; 0 if no signal ended it."""
+        """Returns the signal that ended the rank; 0 if no signal ended it. Exit code 130 counts as SIGINT."""
         code = self.process.poll() or 0
         return -code if code < 0 else signal.SIGINT if code == 128 + signal.SIGINT else 0
 
@@ -85,8 +86,8 @@ class Rank:
         return last[begins.start() if begins else 0 :].decode(errors="replace")
 
     def would_die(self, number: int) -> bool:
-        """Returns whether a signal would end the rank because it has no handler for it yet. Always False
-        outside Linux."""
+        """Returns whether the signal `number` would end the rank, because the rank has no handler for it yet.
+        Always False outside Linux."""
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:  # another system, or it has ended
@@ -95,13 +96,13 @@ class Rank:
         return handled is not None and not int(handled[1], 16) >> (number - 1) & 1
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the rank alone."""
+        """Sends a signal to the rank's own process, not to its child processes."""
         if self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Sends a signal to the rank and the processes it started."""
-        with suppress(ProcessLookupError, PermissionError):  # everyone in it has ended
+        """Sends a signal to the rank and its child processes."""
+        with suppress(ProcessLookupError, PermissionError):  # all of them have ended
             os.killpg(self.process.pid, number)
 
 
@@ -125,9 +126,9 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
 
 
 def _terminal() -> tuple[int, int]:
-    """Opens a pseudo-terminal of our terminal's size, in which rank 0 draws its progress bar.
+    """Opens a pseudo-terminal as large as the launcher's terminal, in which rank 0 draws its progress bar.
 
-    Returns (our end, the rank's end).
+    Returns two file descriptors: (the launcher's end, the rank's end).
     """
     import pty
     import termios

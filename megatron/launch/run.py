@@ -1,5 +1,4 @@
-"""The plan of a run: its machines, the ranks on each, the address where they meet, the command of every
-rank."""
+"""Describes the plan of a run: its machines, their ranks, the address where ranks meet, and their command."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-# Scripts that need none, and may run where training's does not fit
+# Scripts without batch sizes; they may run on numbers of ranks that do not fit the layout of training
 _WITHOUT_BATCH = ("eval", "generate", "serve")
 
 
@@ -42,7 +41,7 @@ class Run:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
-    total_ranks: int | None = None  # what TOTAL_GPUS says
+    total_ranks: int | None = None  # value of TOTAL_GPUS; None: unset
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -52,25 +51,28 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Returns the number of ranks on all machines. A machine that counts its GPUs later counts as 0."""
+        """Returns the number of ranks on all machines. A machine whose number of ranks is not known yet
+        counts as 0."""
         return sum(node.ranks or 0 for node in self.nodes)
 
     @property
     def trains(self) -> bool:
-        """Returns whether the script trains. Only then must the layout fit the number of ranks."""
+        """Returns whether the script trains a model. Only then must the layout fit the number of ranks."""
         return Path(self.command[2]).stem not in _WITHOUT_BATCH
 
     def for_world(self, world_size: int) -> "Run":
         """Returns the run with its batch sizes computed for `world_size` ranks; the run itself if the script
         does not train.
 
-        Raises ConfigError if the layout does not fit. So the error appears once, and not in every rank.
+        Raises ConfigError if the layout does not fit this number. Raised here, the error appears only once,
+        not in every rank.
         """
         return replace(self, args=self.args.for_world(world_size)) if self.trains else self
 
 
 def make_folders(run: Run) -> None:
-    """Creates `log_dir` and a local `save`. Raises LaunchError if they cannot be written."""
+    """Creates the folders `log_dir` and, unless it is remote, `save`. Raises LaunchError if one cannot be
+    written."""
     args = run.args
     folders = {run.log_dir: "log_dir" if args.log_dir else "save" if local_save(args) else None}
     if run.trains and local_save(args):
@@ -83,15 +85,15 @@ def make_folders(run: Run) -> None:
         except OSError as problem:
             reason = "it is a file" if folder.is_file() else problem.strerror
             place = f"{args.origin(key)}: {key}: " if key else ""
-            fix = "set another folder" if run.trains and key else "set log_dir to a folder where logs may be written"
+            fix = "set another folder" if run.trains and key else "set log_dir to a folder that you can write to"
             raise LaunchError(f"{place}{folder}: cannot be written ({reason}); {fix}") from None
 
 
 def write_args_file(run: Run) -> None:
     """Writes the file of resolved arguments that every rank reads.
 
-    A file that already has this text is not written again, because the disk may be full by now. Raises
-    LaunchError.
+    If the file already has this text, it is not written again, because the disk may be full by now. Raises
+    LaunchError if it cannot be written.
     """
     text = run.args.to_json()
     if not run.args_file.exists() or run.args_file.read_text(encoding="utf-8") != text:
@@ -99,7 +101,7 @@ def write_args_file(run: Run) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, and creates its folder. Raises LaunchError."""
+    """Writes a file, and creates its folder. Raises LaunchError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -108,12 +110,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def log_dir_of(args: "NeoXArgs") -> Path:
-    """Returns the folder of a run's logs: log_dir, else `logs` within a local save, else `logs` in the
-    working folder."""
+    """Returns the folder of a run's logs: `log_dir`, else `logs` inside `save` if that is local, else `logs`
+    in the working folder."""
     local = local_save(args)
     return Path(args.log_dir or (Path(local) / "logs" if local else "logs"))
 
 
 def local_save(args: "NeoXArgs") -> str | None:
-    """Returns the key `save`; None if it is unset or remote (a bucket)."""
+    """Returns the value of the key `save`; None if it is unset or remote (a bucket)."""
     return args.save if not is_remote(args.save) else None

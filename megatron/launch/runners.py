@@ -1,7 +1,7 @@
-"""Renders command lines for starters that reach other machines.
+"""Builds the command lines of programs that start ranks.
 
-They are DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and torchrun. Each function takes a Run, has no side
-effects, and returns the command and the environment variables to add.
+These programs are DeepSpeed's pdsh, OpenMPI and MVAPICH runners, and torchrun. The function of each takes a
+Run, has no side effects, and returns the command and the environment variables to add.
 """
 
 import os
@@ -22,7 +22,7 @@ _INSTALL = {
     "pdsh": ("pdsh", "apt install pdsh"),
     "openmpi": ("mpirun", "apt install openmpi-bin"),
     "mvapich": ("mpiname", "load the cluster's MVAPICH2-GDR module"),
-    "slurm": ("srun", "start it where Slurm is"),
+    "slurm": ("srun", "start deepy.py on a machine with Slurm"),
     "torchrun": ("torchrun", "pip install torch"),
 }
 
@@ -72,20 +72,24 @@ def mvapich(run: Run) -> tuple[list[str], dict[str, str]]:
     if len({node.ranks for node in run.nodes}) > 1:
         ranks_of_hosts = ", ".join(f"{node.host}: {node.ranks}" for node in run.nodes)
         raise LaunchError(
-            f"launcher: mvapich needs equally many ranks on every host, found {ranks_of_hosts}; set num_gpus"
+            f"launcher: mvapich needs equally many ranks on every host, found {ranks_of_hosts}; set num_gpus to a "
+            "number that every host has"
         )
     try:
         return _mpi_command(run, "MVAPICHRunner")
     except OSError as problem:  # it writes a hostfile to a fixed place
-        if problem.filename is None:  # but of an import
+        if problem.filename is None:  # an import failed
             raise
-        raise LaunchError(f"launcher: mvapich: {problem.filename} cannot be written ({problem.strerror})") from None
+        raise LaunchError(
+            f"launcher: mvapich: its hostfile {problem.filename} cannot be written ({problem.strerror}); remove that "
+            "file, or name another launcher"
+        ) from None
 
 
 def torchrun(run: Run) -> tuple[list[str], dict[str, str]]:
     """Returns the torchrun command that starts this machine's ranks, and its environment variables.
 
-    With several machines it has the options by which they find each other.
+    For several machines it also has --nnodes, --node-rank, --master-addr and --master-port.
     """
     words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={run.node.ranks}"]
     if len(run.nodes) == 1:
@@ -104,9 +108,9 @@ def manual_node_lines(
 ) -> list[tuple[str, str]]:
     """Returns (host, command line to type there) for every machine.
 
-    words: the script, its files and all further arguments.
+    words: the script, its configuration files and all further arguments.
     """
-    in_clone = (install_root() / "megatron").is_dir()  # else typed anywhere
+    in_clone = (install_root() / "megatron").is_dir()  # if not, the line may be typed in any folder
     deepy = "deepy.py" if in_clone else str(install_root() / "deepy.py")
     lines = []
     for rank, node in enumerate(nodes):
@@ -121,7 +125,8 @@ def manual_node_lines(
 
 
 def write_hostfile(run: Run) -> None:
-    """Writes mpirun's hostfile, with the run's hosts and slots. Raises LaunchError."""
+    """Writes mpirun's hostfile, with the run's hosts and slots. Raises LaunchError if it cannot be
+    written."""
     write_text(Path(_hostfile_path(run)), "".join(f"{node.host} slots={node.ranks}\n" for node in run.nodes))
 
 
@@ -133,8 +138,8 @@ def _hostfile_path(run: Run) -> str:
 def _deepspeed(name: str) -> Any:
     """Returns a class of DeepSpeed's launcher/multinode_runner.py by its name."""
     was_set = "DS_ACCELERATOR" in os.environ
-    # Told which it is, DeepSpeed does not search for accelerators and warn of finding none. The ranks find
-    # their own.
+    # With this variable DeepSpeed neither searches for accelerators nor warns that it found none. Ranks
+    # detect their own accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         return getattr(import_module("deepspeed.launcher.multinode_runner"), name)
@@ -164,14 +169,14 @@ def _mpi_command(run: Run, runner_class: str, options: str = "") -> tuple[list[s
     """
     pool = {node.host: node.ranks or 0 for node in run.nodes}
     runner = _deepspeed(runner_class)(_deepspeed_args(run, *run.command[2:], options=options), "", pool)
-    # Words of their own, without a shell: no quotes
+    # Not quoted: these words do not pass through a shell
     runner.exports |= {**run.environment, "MASTER_ADDR": run.master_addr, "MASTER_PORT": str(run.master_port)}
     return runner.get_cmd({}, pool), {}
 
 
 def _first_slots(run: Run) -> None:
-    """Raises LaunchError for machines that name certain GPUs, because MPI always uses the first slots of a
-    host."""
+    """Raises LaunchError if a machine shall not use its first GPUs, because MPI always uses the first slots
+    of a host."""
     for node in run.nodes:
         if node.devices:
             raise LaunchError(

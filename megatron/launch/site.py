@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the site's NEOX_* variables, overridden by `env`; {} if NEOX_SITE names no site.
+    """Returns the NEOX_* variables of the cluster that NEOX_SITE names; {} if NEOX_SITE is unset.
 
-    Raises LaunchError if the site's file does not exist or fails.
+    Variables in `env` win over the values in the site's file. Raises LaunchError if this file does not exist
+    or fails.
     """
     env = os.environ if env is None else env
     name = env.get("NEOX_SITE")
@@ -28,7 +29,7 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     if not file.is_file():
         sites_here = ", ".join(sorted(path.stem for path in sites.glob("*.sh")))
         raise LaunchError(f"NEOX_SITE={name}: there is no {file}; choose one of {sites_here}")
-    # `env -0` alone on stdout: a site may print.
+    # Only `env -0` writes to stdout: the site's file may print too.
     words = ["bash", "-c", 'source "$1" >&2 && env -0', "bash", str(file)]
     shell = subprocess.run(words, env=dict(env), capture_output=True, text=True)
     if shell.returncode:
@@ -39,8 +40,8 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def checkpoint_folder(site: Mapping[str, str]) -> str:
-    """Returns NEOX_CHECKPOINT_DIR, else `checkpoints`: the folder to which conversions write and in which
-    uploads look."""
+    """Returns the folder to which conversions write and from which uploads read: NEOX_CHECKPOINT_DIR, else
+    `checkpoints`."""
     return site.get("NEOX_CHECKPOINT_DIR") or "checkpoints"
 
 
@@ -53,10 +54,12 @@ def starts_from_a_model(args: "NeoXArgs") -> bool:
 
 
 def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]) -> tuple[int | None, str]:
-    """Returns the site's number of nodes for a run (None if it has none), and the kind of run, in words.
+    """Returns (the number of nodes that a site sets for a run, the kind of run in words). The number is None
+    if the site sets none.
 
-    configs: absolute paths of the run's files; a match with a pattern of NEOX_MIDTRAINING means mid-training.
-    Raises LaunchError if the site's value is not a number.
+    from_model: whether the run starts from trained weights. configs: absolute paths of its configuration
+    files; if one matches a pattern of NEOX_MIDTRAINING, the kind is mid-training. Raises LaunchError if the
+    site's value is not a number.
     """
     patterns = site.get("NEOX_MIDTRAINING", "").split()
     if not from_model:
@@ -64,7 +67,7 @@ def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]
     elif any(fnmatchcase(path, pattern) for path in configs for pattern in patterns):
         name, kind = "NEOX_NODES_PRETRAIN", "mid-training"
     else:
-        name, kind = "NEOX_NODES", "what starts from a model"
+        name, kind = "NEOX_NODES", "training that starts from a model"
     if name not in site:
         return None, kind
     if not site[name].isdecimal() or int(site[name]) == 0:

@@ -25,14 +25,14 @@ from megatron.process import run_files, say
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-REQUEUE = 124  # exit code: told to stop by USR1, saved, not finished. slurm/job.sh queues the job again
+REQUEUE = 124  # exit code of an unfinished run that saved and stopped on USR1: slurm/job.sh queues the job again
 
 
 def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
     """Returns the nodes of this job's allocation with the number of ranks on each.
 
     That number is num_gpus, else the tasks per node if a node has several, else the GPUs per node, else 1.
-    Raises LaunchError.
+    Raises LaunchError if include or exclude is set, or if the job has too few nodes.
     """
     if args.include or args.exclude:
         key = "include" if args.include else "exclude"
@@ -40,7 +40,8 @@ def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
     tasks = tasks_asked_for(env) or (1,) * len(task_counts(env))
     if args.num_nodes > len(tasks):
         raise LaunchError(
-            f"num_nodes: {args.num_nodes} requested, the job has {len(tasks)}; submit with --nodes={args.num_nodes}"
+            f"num_nodes: {args.num_nodes} requested, but the job has {len(tasks)} nodes; submit it with "
+            f"--nodes={args.num_nodes}"
         )
     gpus = _gpus_asked_for(scontrol("show", "job", env["SLURM_JOB_ID"]), env)
     ranks = [args.num_gpus or (count if max(tasks) > 1 else gpus or 1) for count in tasks]
@@ -50,9 +51,9 @@ def allocation(args: "NeoXArgs", env: Mapping[str, str]) -> tuple[Node, ...]:
 
 
 def job_port(env: Mapping[str, str]) -> int:
-    """Returns the port where launchers meet: MASTER_PORT, else a port that depends on the job's number.
+    """Returns the port where launchers meet: MASTER_PORT, else a port computed from the job id.
 
-    So several jobs can share a node.
+    So jobs that share a node use different ports.
     """
     return port_of(env.get("MASTER_PORT") or DEFAULT_PORT + int(env.get("SLURM_JOB_ID") or 0) % 1000)
 
@@ -61,7 +62,7 @@ def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
     """Returns whether this process is in a Slurm job, so that srun can start launchers.
 
     Returns False if this machine has no Slurm; ranks then start as without `launcher: slurm`. Raises
-    LaunchError if there is Slurm but this is no job.
+    LaunchError if this machine has Slurm but this process is not in a job.
     """
     if "SLURM_JOB_ID" in env:
         return True
@@ -69,7 +70,7 @@ def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
         return False
     raise LaunchError(
         "launcher: slurm starts ranks only in a Slurm job, and this shell is not in one; submit one: "
-        f"{sbatch_line(args, env)} (or salloc; launcher: pdsh starts the ranks here)"
+        f"{sbatch_line(args, env)} (or use salloc; launcher: pdsh starts the ranks here)"
     )
 
 
@@ -97,19 +98,24 @@ def check_gpus(env: Mapping[str, str], visible: Sequence[str]) -> None:
     allocated = env.get("SLURM_GPUS_ON_NODE", "")
     if "SLURM_STEP_ID" in env and allocated.isdecimal() and int(allocated) > len(visible):
         raise LaunchError(
-            f"Slurm gave this node {allocated} GPUs, but torch sees {len(visible)}: check nvidia-smi there, "
-            f"exclude the node (sbatch --exclude={env.get('SLURMD_NODENAME', '')}); on CPUs: sbatch --gres=none"
+            f"Slurm gave this node {allocated} GPUs, but torch sees {len(visible)}: run nvidia-smi there, or "
+            f"exclude the node (sbatch --exclude={env.get('SLURMD_NODENAME', '')}); to run on CPUs: sbatch --gres=none"
         )
 
 
 def task_counts(env: Mapping[str, str], name: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
-    """Returns the tasks of each node from the environment variable `name`: `4(x2),1` -> (4, 4, 1); (1,) if it
-    is unset. Raises LaunchError for any other text."""
+    """Returns the number of tasks on each node from the environment variable `name`: `4(x2),1` gives (4, 4,
+    1).
+
+    Returns (1,) if the variable is unset. Raises LaunchError for any other text.
+    """
     counts, text = list[int](), env.get(name, "1")
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise LaunchError(f"{name}={text!r} in the environment cannot be read; expected a text such as 4(x2),1")
+            raise LaunchError(
+                f"{name}={text!r} in the environment cannot be read; expected numbers of tasks such as 4(x2),1"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -117,8 +123,8 @@ def task_counts(env: Mapping[str, str], name: str = "SLURM_TASKS_PER_NODE") -> t
 def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
     """Returns the number of tasks on each node; None if the job was submitted without a number of tasks.
 
-    SLURM_TASKS_PER_NODE then counts CPUs. SLURM_NTASKS is then unset, or it comes from the
-    job that submitted this one and differs from that count.
+    Without a number of tasks, SLURM_TASKS_PER_NODE counts CPUs, and SLURM_NTASKS is unset or was inherited
+    from the job that submitted this one. So the numbers count only if they add up to SLURM_NTASKS.
     """
     counts = task_counts(env)
     return counts if env.get("SLURM_NTASKS") == str(sum(counts)) else None
@@ -140,8 +146,8 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
 
 
 def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
-    """Returns the run for this start of the job. After a requeue the keys `restart` and `iteration` are
-    removed if the run has saved, because they apply to the first start only.
+    """Returns the run for this start of the job. If the job was requeued and the run has saved, the keys
+    `restart` and `iteration` are removed, because they apply to the first start only.
 
     The first start leaves a file `slurm-<job>.started` in log_dir. A checkpoint newer than this file shows
     that the run has saved.
@@ -158,7 +164,8 @@ def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
 
 
 def read_status(args: "NeoXArgs") -> dict[str, Any]:
-    """Returns the run's status.json; {} if it does not exist. If it cannot be read, also prints a warning."""
+    """Returns the content of the run's status.json; {} if the file does not exist. If it cannot be read, also
+    prints a warning."""
     for _ in range(3):  # another node may have written it a moment ago
         problems = run_files.Problems()
         status = run_files.read_status(Path(args.save_dir or ""), problems)
@@ -176,7 +183,8 @@ def job_exit_code(
     """Returns deepy.py's exit code: REQUEUE if USR1 stopped the run after it saved and before it finished,
     else `code`.
 
-    A requeued start that made no progress returns 1. With too little time the job would be requeued for ever.
+    If a requeued start made no progress, returns 1, because a job with too little time would be requeued for
+    ever.
 
     code: exit code of the ranks.
     stop_requested: whether USR1 arrived.
@@ -188,7 +196,7 @@ def job_exit_code(
     if _restarts(env) and status.get("iteration") == status_before.get("iteration"):
         say(
             f"deepy.py: error: this start of job {env['SLURM_JOB_ID']} came no further than iteration "
-            f"{status.get('iteration')}, where it began; it is not queued again: give it more time (sbatch --time)"
+            f"{status.get('iteration')}, where it began; the job is not queued again: give it more time (sbatch --time)"
         )
         return 1
     return REQUEUE
@@ -218,10 +226,13 @@ def to_end_of_line(name: str, job: str) -> str:
 
 
 def scontrol(*words: str) -> str:
-    """Returns the output of `scontrol` with these arguments. Raises LaunchError if it is missing or fails."""
+    """Returns the output of `scontrol` with these arguments. Raises LaunchError if the program is missing or
+    fails."""
     try:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
-        raise LaunchError("launcher: slurm needs scontrol, which is not on PATH") from None
+        raise LaunchError(
+            "launcher: slurm needs scontrol, which is not on PATH; start deepy.py on a machine with Slurm"
+        ) from None
     except subprocess.CalledProcessError as problem:
-        raise LaunchError(f"scontrol {shlex.join(words)}: {problem.stderr.strip()}") from None
+        raise LaunchError(f"`scontrol {shlex.join(words)}` failed: {problem.stderr.strip()}") from None

@@ -1,4 +1,4 @@
-"""Starts a run. Plans and renderers only describe it; all side effects are here."""
+"""Starts a run as its plan describes, watches it to its end and returns its exit code."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ from megatron.process import say
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-# What gives the command of each launcher program, and the variables to add
+# The functions that return the command of each launcher program and the environment variables to add
 _COMMANDS: Mapping[str, Callable[[Run], tuple[list[str], dict[str, str]]]] = {
     "pdsh": runners.pdsh, "openmpi": runners.openmpi, "mvapich": runners.mvapich, "slurm": srun,
     "torchrun": runners.torchrun,
@@ -71,7 +71,7 @@ def launch(
         restarts += 1
         say(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}")
         if _latest(args) != saved and (args.restart or args.iteration is not None):
-            # These said how the run starts; it has saved since, and goes on from there.
+            # These keys apply to the first start only: the run has saved since, and resumes from there.
             args = args.replace(restart=False, iteration=None)
         run = plan(script, args, script_args, node_rank, hosts, args_file=run.args_file)
 
@@ -84,8 +84,8 @@ def dry_run(
 
     With `hosts` and no node_rank, the lines are those to type on each machine.
 
-    words: the arguments after the flags of deepy.py: the script, its files and further ones. Raises the same
-    errors as `launch`.
+    words: the arguments after the flags of deepy.py: the script, its configuration files and further
+    arguments. Raises the same errors as `launch`.
     """
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
@@ -133,8 +133,9 @@ def _watch(
 ) -> int:
     """Runs a launcher program (such as pdsh) to its end and returns its exit code.
 
-    The first signal is passed on, so that ranks save and stop. The second signal ends everything.
-    supervisor: passes signals on; None: the launcher program does.
+    The first signal is passed on, so that ranks save and stop. The second signal ends the launcher program
+    and all ranks.
+    supervisor: passes signals on to the ranks; None: the launcher program does so.
     received: list of signals, which a handler extends as they arrive.
     """
     # A session of its own: Ctrl-C reaches us alone, and the ranks once.
@@ -150,13 +151,16 @@ def _watch(
             while passed_on < len(received):
                 name = signal.Signals(received[passed_on]).name
                 passed_on += 1
-                say(f"deepy.py: {name}: " + ("all ranks end" if passed_on > 1 else "passed on to the ranks"))
+                say(
+                    f"deepy.py: {name}: "
+                    + ("second signal, ends all ranks" if passed_on > 1 else "passed on to all ranks")
+                )
                 if passed_on > 1:
                     process.terminate()
                 elif supervisor is not None:
                     supervisor.send(received[0])
                 else:
-                    # mpirun and srun hand it on, and end at the other two
+                    # mpirun and srun pass USR1 on to the ranks; SIGTERM and SIGINT would end them
                     process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)
         return 128 - process.returncode if process.returncode < 0 else process.returncode
@@ -166,13 +170,13 @@ def _watch(
 
 
 def _check_ssh(host: str) -> None:
-    """Raises LaunchError when a host cannot be reached without a password."""
+    """Raises LaunchError if a host cannot be reached over ssh without a password."""
     command = ["ssh", "-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", host, "true"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30)
         reason = result.stderr.strip().rpartition("\n")[2] if result.returncode else None
     except FileNotFoundError:
-        reason = "there is no ssh on PATH"
+        reason = "ssh is not on PATH"
     except subprocess.TimeoutExpired:
         reason = "no answer within 30 s"
     if reason is not None:
@@ -183,19 +187,23 @@ def _check_ssh(host: str) -> None:
 
 
 def _exit_code(args: "NeoXArgs", outcome: Outcome) -> int:
-    """Returns deepy.py's exit code. In a pod it is 128 + signal if a signal stopped an unfinished run.
+    """Returns deepy.py's exit code. In a Kubernetes pod it is 128 + signal if a signal stopped the run before
+    its end.
 
     With code 0 Kubernetes would count the job as complete when a node is drained, and would not continue it
     elsewhere.
     """
     if outcome.code or not outcome.signal or not is_pod(os.environ) or read_status(args).get("status") == "finished":
         return outcome.code
-    say(f"deepy.py: exit code {128 + outcome.signal}, for the run is not finished and this pod may start again")
+    say(
+        f"deepy.py: exit code {128 + outcome.signal}, because the run is not finished and "
+        "Kubernetes may start this pod again"
+    )
     return 128 + outcome.signal
 
 
 def _latest(args: "NeoXArgs") -> int | None:
-    """Returns the time of the run's last checkpoint in ns since 1970; None before the first."""
+    """Returns the time of the run's last checkpoint, in ns since 1970; None before the first checkpoint."""
     try:
         return (Path(args.save_dir) / "latest").stat().st_mtime_ns if args.save_dir else None
     except FileNotFoundError:
@@ -206,7 +214,7 @@ def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcom
     """Starts all ranks of a run that uses this machine alone, watches them to the end and returns the
     outcome.
 
-    restarts: how often the run was started again so far.
+    restarts: number of restarts so far.
     will_restart: whether the caller starts the run again after a repeatable failure.
 
     Raises LaunchError if the port is in use.
@@ -219,8 +227,9 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_r
     """Waits for the launchers of all machines, then starts this machine's ranks and watches them. Returns the
     outcome once the run has ended on all machines.
 
-    restarts, will_restart: as for `run_local`. Raises LaunchError if a machine does not join, and ConfigError
-    for a layout that does not fit.
+    restarts: number of restarts so far. will_restart: whether the caller starts the run again after a
+    repeatable failure. Raises LaunchError if a machine does not join, and ConfigError if the layout does not
+    fit the number of ranks.
     """
     assignment = rendezvous.assemble(restarts)
     try:
@@ -231,8 +240,8 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_r
     if run.node_rank:
         ranks = f"{assignment.first_rank} to {assignment.first_rank + (run.node.ranks or 0) - 1}"
         say(
-            f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
-            f"{run.log_dir}; that of rank 0 is shown on node 0"
+            f"deepy.py: node {run.node_rank} runs ranks {ranks} of {assignment.world_size}; their output is in "
+            f"{run.log_dir}, and node 0 shows the output of rank 0"
         )
     ranks_env = environments(run, assignment, restarts)
     return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart))
@@ -259,13 +268,13 @@ def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> lis
 
 
 def _port(requested: int | None) -> int:
-    """Returns the rendezvous port: `requested`, else MASTER_PORT, else a free one. Raises LaunchError if it
-    is in use."""
+    """Returns the port at which ranks meet: `requested`, else MASTER_PORT, else a free port. Raises
+    LaunchError if it cannot be used."""
     source, text = "master_port", os.environ.get("MASTER_PORT")
     if requested is None and text:
         source = "MASTER_PORT in the environment"
         if not text.isdecimal():
-            raise LaunchError(f"{source} is {text!r}, not a port number")
+            raise LaunchError(f"{source} is {text!r}, not a port number; correct or unset it")
         requested = int(text)
     if requested is None:
         return free_port()

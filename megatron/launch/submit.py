@@ -1,4 +1,4 @@
-"""Submits a run to Slurm again with the number of nodes that its site has for it.
+"""Submits a Slurm job again, with the number of nodes that its site sets for this kind of run.
 
     python -m megatron.launch.submit /abs/config.yml ... [--set KEY=VALUE ...]      (in a job of pretrain_neox.sbatch)
 
@@ -22,12 +22,13 @@ from megatron.neox_arguments import ConfigError
 from megatron.neox_arguments.reading.command_line import parse_deepy
 from megatron.process import run_command
 
-GO_ON = 3  # exit code: this job has the nodes that it is to have. slurm/job.sh then starts the run
-# In the environment of a job that another one submitted: the other's number
+GO_ON = 3  # exit code: this job is not submitted again, and slurm/job.sh starts the run
+# Variable in the environment of a job that another job submitted: the id of that other job
 SUBMITTING_JOB = "NEOX_SUBMITTED_BY"
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")  # the other SLURM_* variables are this job's
 _BATCH = Path(__file__).resolve().parents[2] / "pretrain_neox.sbatch"
-# Of `scontrol show job`: what was asked for on the command line of sbatch, or by SBATCH_* variables.
+# Fields of `scontrol show job`, and the sbatch options that set them (on the command line or by SBATCH_*
+# variables)
 _CARRIED = {
     "Account": "account", "CPUs/Task": "cpus-per-task", "Comment": "comment", "ExcNodeList": "exclude",
     "Features": "constraint", "Licenses": "licenses", "MailType": "mail-type", "MailUser": "mail-user",
@@ -41,9 +42,9 @@ _DEFAULT = {"CPUs/Task": "1", "MinMemoryNode": "0", "Nice": "0"}
 def has_nodes_option(env: Mapping[str, str]) -> bool:
     """Returns whether a job of pretrain_neox.sbatch was submitted with --nodes, or with a number of tasks.
 
-    The number of tasks shows it: the batch file sets --sockets-per-node=1, but neither nodes nor tasks. So
-    sbatch sets a number of tasks (one per node) only if --nodes is on its command line (tried with Slurm
-    22.05 and 24.11).
+    A number of tasks in the environment shows this. The batch file sets --sockets-per-node=1, but neither
+    nodes nor tasks, so sbatch sets a number of tasks (one per node) only if --nodes is on its command line
+    (tried with Slurm 22.05 and 24.11).
     """
     return int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1 or tasks_asked_for(env) is not None
 
@@ -53,9 +54,9 @@ def resubmit_command(job: str, nodes: int, words: Sequence[str], logs: Mapping[s
 
     job: output of `scontrol show job`.
     words: arguments of the batch script.
-    logs: paths of the log files `output` and `error`, as far as these are files.
+    logs: paths of the job's log files, by the names `output` and `error`.
 
-    Slurm does not show --signal and --switches; they come from the batch file again.
+    `scontrol show job` does not show --signal and --switches; sbatch reads them from the batch file again.
     """
     fields = dict(re.findall(r"(?:^|\s)([A-Z][A-Za-z/]+)=(\S*)", job))
     fields |= {name: line for name in ("JobName", "Comment") if (line := to_end_of_line(name, job))}
@@ -76,7 +77,7 @@ def resubmit_command(job: str, nodes: int, words: Sequence[str], logs: Mapping[s
 
 
 def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """Submits this job again if it has no --nodes and its site sets another number of nodes.
+    """Submits this job again if it was submitted without --nodes and its site sets another number of nodes.
 
     Returns the exit code: 0 after submitting, 1 after an error, GO_ON if this job can start the run.
     """
@@ -84,7 +85,7 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
         return GO_ON
     try:
         from_model = "--hf-model" in words
-        if not from_model:  # what a run refuses is said now, not when so many nodes are free
+        if not from_model:  # report a wrong configuration now, not after the job has waited for its nodes
             from_model = starts_from_a_model(parse_deepy(["train.py", *words]).args.check_training())
         files = list(takewhile(lambda word: not word.startswith("-"), words))
         nodes, kind = site_nodes(from_model, files, site_variables(env))
@@ -117,7 +118,9 @@ def _submit(nodes: int, words: Sequence[str], env: Mapping[str, str]) -> None:
             "submit the job with --nodes"
         ) from None
     except subprocess.CalledProcessError:
-        raise LaunchError("sbatch refused (see above); submit it yourself with --nodes and these options") from None
+        raise LaunchError(
+            "sbatch refused the job (its message is above); submit the job yourself with --nodes and these options"
+        ) from None
 
 
 def _files(logs: Mapping[str, str]) -> dict[str, str]:

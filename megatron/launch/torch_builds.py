@@ -1,14 +1,12 @@
-"""Chooses the build of torch for a machine.
+"""Chooses the build of torch that fits this machine, and prints the arguments of `pip install` for it.
 
-It goes by the machine's Python, processor, GPUs and the CUDA version that its driver serves.
-
-Run before anything is installed, so it needs the standard library alone; prints what `pip install` is to be
-told:
+The choice depends on the Python version, the processor, the GPUs and the CUDA version that the driver
+supports. The script runs before anything is installed, so it needs only the standard library:
 
     python -I megatron/launch/torch_builds.py [--torch 2.11.0] [--cuda 12.6 | --cpu]
 
-Builds and their Pythons: the release compatibility matrix in RELEASE.md of pytorch/pytorch; the GPUs that
-each has code for: get_cuda_arch_list of pytorch/test-infra.
+Sources: builds and their Python versions are from the release compatibility matrix in RELEASE.md of
+pytorch/pytorch; the GPUs of each build are from get_cuda_arch_list of pytorch/test-infra.
 """
 
 import os
@@ -29,35 +27,36 @@ from megatron.process.command_parser import CommandParser
 INDEX = "https://download.pytorch.org/whl"
 RELEASES = ("2.11.0", "2.13.0")  # the suite passes on both
 OLDEST, OLDEST_PYTHON = (2, 11), (3, 11)
-PYTHONS = {"2.11.0": (3, 14), "2.13.0": (3, 15)}  # the newest that the release has wheels for
+PYTHONS = {"2.11.0": (3, 14), "2.13.0": (3, 15)}  # newest Python that each release has wheels for
 BUILDS = {"cu130": (13, 0), "cu128": (12, 8), "cu126": (12, 6)}  # newest first, and the CUDA of each
 _WITHOUT_CU128 = ("cu130", "cu126")  # releases after 2.11
-CAPABILITIES = {  # that a build has code for; each runs newer minor ones of its major number too
+CAPABILITIES = {  # compute capabilities of each build's code, which also runs on newer minor versions of the same major
     "cu126": ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)),
     "cu128": ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
     "cu130": ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
 }
 PLATFORMS = ("linux-x86_64", "linux-aarch64", "macosx-arm64")
-# (torch, build, Python, platform): where this project's tests have run. All else is what the matrix promises.
+# (torch, build, Python, platform) on which this project's tests have run
 TESTED = {
     ("2.13.0", "cpu", (3, 11), "linux-x86_64"),
     ("2.11.0", "cu130", (3, 11), "linux-x86_64"),  # without a GPU
     ("2.11.0", "cu130", (3, 12), "linux-x86_64"),  # the GPU tests
 }
-# Keys of pip's that say where packages are
+# pip's options that say where packages are
 _SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
 _UV_SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
 
 
 class NoBuild(ValueError):
-    """Raised if no build of torch fits. The message says what was found and what to change."""
+    """Raised if no build of torch fits this machine. The message says what was found and what to change."""
 
 
 @dataclass(frozen=True)
 class TorchBuild:
     """A build of torch to install.
 
-    pin: the requirement for pip; with `+cu126` if the build on PyPI would not run here.
+    pin: the requirement for pip, such as `torch==2.13.0`; with `+cu126` if the build on PyPI would not run
+    here.
     index: the URL of PyTorch's package index.
     cuda: the CUDA version of the build; None without CUDA.
     is_tested: whether this project's tests ran with it.
@@ -95,7 +94,7 @@ def choose(
     number too. Raises NoBuild.
     """
     if platform not in PLATFORMS:
-        raise NoBuild(f"torch has no wheels for {platform}; there are some for {', '.join(PLATFORMS)}")
+        raise NoBuild(f"PyTorch publishes no wheels of torch for {platform}, only for {', '.join(PLATFORMS)}")
     if platform.startswith("macosx"):
         driver = None
     if driver is not None and driver < (12, 0):
@@ -105,11 +104,11 @@ def choose(
         )
     torch = torch or ("2.13.0" if driver is None or driver >= (13, 0) else "2.11.0")
     if not re.fullmatch(r"\d+\.\d+\.\d+", torch) or _minor(torch) < OLDEST:
-        raise NoBuild(f"torch {torch} is not a release (X.Y.Z) of 2.11 or newer; tested are {' and '.join(RELEASES)}")
+        raise NoBuild(f"torch {torch} is not a release X.Y.Z from 2.11 on; name one, such as {' or '.join(RELEASES)}")
     newest = PYTHONS.get(torch)
     if python < OLDEST_PYTHON or newest and python > newest:
         supported = f"3.11 to {_dotted(newest)}" if newest else "3.11 or newer"
-        raise NoBuild(f"Python {_dotted(python)} does not go with torch {torch}, which needs {supported}")
+        raise NoBuild(f"torch {torch} does not support Python {_dotted(python)}; it needs Python {supported}")
     build = "cpu" if driver is None else _cuda_build(torch, driver, devices)
     pin = f"torch=={torch}+{build}" if build.startswith("cu12") else f"torch=={torch}"
     is_tested = (torch, build, python, platform) in TESTED
@@ -159,11 +158,15 @@ def this_platform() -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
+    parser.add_argument("--torch", metavar="VERSION", help=f"release to install; tested: {' and '.join(RELEASES)}")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
-    group.add_argument("--cpu", action="store_true", help="without CUDA")
-    parser.add_argument("--pip", metavar="PYTHON", default=sys.executable, help="whose pip says where packages are")
+    group.add_argument(
+        "--cuda", metavar="12.6", help="CUDA version that the driver supports; default: ask this machine's driver"
+    )
+    group.add_argument("--cpu", action="store_true", help="choose the build without CUDA")
+    parser.add_argument(
+        "--pip", metavar="PYTHON", default=sys.executable, help="Python whose pip configuration names package indexes"
+    )
     options = parser.parse_args(argv)
     if options.cuda and not re.fullmatch(r"\d+\.\d+", options.cuda):
         parser.error(f"--cuda {options.cuda}: write the version that nvidia-smi shows, such as 12.6 or 13.0")
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.cuda:
         major, minor = options.cuda.split(".")
         driver = int(major), int(minor)
-    elif not options.cpu:  # alone: `megatron.launch` imports more than the standard library
+    elif not options.cpu:  # only this file, because `megatron.launch` imports more than the standard library
         driver_module = runpy.run_path(str(Path(__file__).with_name("cuda_driver.py")))
         driver, devices = driver_module["driver_cuda"](), driver_module["capabilities"]()
     python = sys.version_info[:2]
@@ -181,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"torch_builds.py: error: {problem}")
     driver_text = "no driver" if driver is None else f"a driver of CUDA {_dotted(driver)}"
     built = f"CUDA {build.cuda}" if build.cuda else "CPU"
-    untried = "" if build.is_tested else "; this combination was never tried by this project"
+    untried = "" if build.is_tested else "; this project has not tested this combination"
     sys.stderr.write(f"{build.pin}, {built}: for Python {_dotted(python)}, {this_platform()}, {driver_text}{untried}\n")
     pip_config = subprocess.run([options.pip, "-m", "pip", "config", "list"], capture_output=True, text=True)
     sys.stdout.write(" ".join(build.words(own_index(pip_config.stdout, os.environ))) + "\n")

@@ -1,7 +1,8 @@
 """Reads MAIN_NODE_IP, GPUS and TOTAL_GPUS, which people set on each machine before they type the command.
 
-MAIN_NODE_IP and TOTAL_GPUS are applied, or refused, however a run is started. GPUS is used only if deepy.py
-chooses GPUs on the machine itself: not in a Slurm job, with a hostfile or `--hosts`, or under torchrun.
+MAIN_NODE_IP and TOTAL_GPUS are used, or refused with an error, however a run is started. GPUS is used only if
+deepy.py chooses the GPUs of this machine: not in a Slurm job, with a hostfile or `--hosts`, or under
+torchrun.
 """
 
 import re
@@ -21,16 +22,15 @@ _TYPE_ADVICE = "start each machine with --num_nodes N --node_rank R"
 
 
 def resolve_main_node(env: Mapping[str, str], hosts: Sequence[str]) -> str | None:
-    """Returns MAIN_NODE_IP, where ranks meet, after checking that it is an address of one of the machines
-    `hosts`; None if it is unset.
+    """Returns the value of MAIN_NODE_IP, the address at which ranks meet; None if it is unset.
 
-    Without hosts nothing is checked. If names cannot be resolved, the address is accepted with a message.
-    Raises LaunchError if it belongs to none of the machines.
+    It must be an address of one of the machines `hosts`, else LaunchError is raised. Without hosts it is not
+    checked. If names cannot be resolved, it is accepted and a message is printed.
     """
     address = env.get("MAIN_NODE_IP") or None
     if address is None or not hosts or address in hosts:
         return address
-    if is_this_machine(address) and any(map(is_this_machine, hosts)):  # which may have several addresses
+    if is_this_machine(address) and any(map(is_this_machine, hosts)):  # a machine may have several addresses
         return address
     main_addresses = _addresses(address)
     for host in hosts if main_addresses else ():
@@ -42,11 +42,11 @@ def resolve_main_node(env: Mapping[str, str], hosts: Sequence[str]) -> str | Non
     else:
         if main_addresses:
             raise LaunchError(
-                f"MAIN_NODE_IP={address} is none of the machines {', '.join(hosts)}; unset it; if it is another "
-                "address of one of them, set master_addr to it"
+                f"MAIN_NODE_IP={address} is not an address of the machines {', '.join(hosts)}; unset it, or, if one of "
+                "them does have this address, set master_addr to it"
             )
         host = address
-    say(f"deepy.py: MAIN_NODE_IP={address} is taken unchecked: {host} cannot be resolved here")
+    say(f"deepy.py: MAIN_NODE_IP={address} is used unchecked, because {host} cannot be resolved on this machine")
     return address
 
 
@@ -76,17 +76,17 @@ def choose_local_ranks(
     """Returns the number of ranks on this machine and their GPUs, from num_gpus, include and exclude, like
     `choose_ranks`.
 
-    Without `include` the environment variable GPUS, such as `2,3`, chooses the GPUs. ranks: used if num_gpus
-    is unset.
+    If `include` is unset, the environment variable GPUS, such as `2,3`, chooses the GPUs. ranks: the number
+    of ranks if num_gpus is unset.
     """
     ranks = ranks if args.num_gpus is None else args.num_gpus
     gpus_text = env.get("GPUS")
     if gpus_text and not gpus:
-        say(f"deepy.py: GPUS={gpus_text} in the environment names none: the run is on CPUs here")
+        say(f"deepy.py: GPUS={gpus_text} in the environment is ignored, because the run uses no GPUs on this machine")
     if not gpus_text or not gpus or args.include:
         return choose_ranks(gpus, ranks, args.include, args.exclude)
     if not re.fullmatch(r"\d+(,\d+)*", gpus_text):
-        raise LaunchError(f"GPUS={gpus_text!r} in the environment is not a list of GPU numbers such as 2,3; unset it")
+        raise LaunchError(f"GPUS={gpus_text!r} in the environment is not a list of GPU numbers such as 2,3; correct it")
     try:
         count, devices = choose_ranks(gpus, ranks, f"localhost:{gpus_text}", args.exclude)
     except LaunchError as problem:

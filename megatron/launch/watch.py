@@ -1,4 +1,4 @@
-"""Runs one process per rank to the end: shows rank 0, logs every rank, ends all if one fails or hangs."""
+"""Runs one process per rank to its end: shows rank 0's output, logs every rank, ends all if one fails."""
 
 import os
 import selectors
@@ -23,12 +23,12 @@ POLL_S = 0.1
 TRACEBACK_S = 5.0
 STOPPED_S = 10.0  # a rank may be stopped (SIGSTOP) this long while the launcher runs
 SUSPENDED_S = 5.0  # a longer pause between two looks means that the launcher was stopped too
-STARTING_S = 30.0  # until ranks handle USR1; Python may come from a slow file system
-PYTHON_S = 5.0  # the same for Ctrl-C, which a script that handles neither shall not miss for long
+STARTING_S = 30.0  # USR1 is held back this long until ranks handle it; Python may come from a slow file system
+PYTHON_S = 5.0  # Ctrl-C is held back this long, not longer: a script without handlers shall get it too
 STACKS_S = 2.0  # for the ranks to write their stacks
-PEER_S = 1.5  # for another machine to say that its rank failed first
-TAIL_LINES = 90  # of the culprit: its traceback shall be within the last 100 lines
-# A rank does this to itself, perhaps because a peer has gone. Any other signal came from outside.
+PEER_S = 1.5  # for another machine to report that its rank failed first
+TAIL_LINES = 90  # of the failed rank's output: its traceback shall be within the last 100 lines of ours
+# Signals by which a process ends itself, perhaps because a peer is gone. Any other signal came from outside.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP)
 
 
@@ -45,12 +45,12 @@ class Outcome:
     code: int
     reason: str = ""
     repeatable: bool = False
-    log: str = ""  # of the rank that failed
-    signal: int = 0  # one that was passed on to ranks, here or on another machine
+    log: str = ""  # path of the failed rank's log
+    signal: int = 0  # one that was passed on to ranks, on this machine or another; 0: none
 
 
 class PeerLaunchers(Protocol):
-    """The launchers of the same run on other machines; `LauncherRendezvous` is one."""
+    """The launchers of the same run on other machines; `LauncherRendezvous` implements this."""
 
     def signals(self) -> list[int]:
         """Returns new signals for all ranks, in order of arrival."""
@@ -62,15 +62,15 @@ class PeerLaunchers(Protocol):
         ...
 
     def report(self, outcome: Outcome) -> None:
-        """Reports the outcome of this machine's ranks."""
+        """Reports the outcome of this machine's ranks to the other machines."""
         ...
 
 
 @contextmanager
 def record_signals() -> Iterator[list[int]]:
-    """Yields a list to which arriving signals of PASSED_ON are appended while the block runs.
+    """Yields a list to which each SIGTERM, SIGINT and SIGUSR1 is appended that arrives while the block runs.
 
-    If SIGUSR1 arrived before the block, the list begins with it.
+    If SIGUSR1 arrived before the block, the list begins with SIGUSR1.
     """
     received: list[int] = []
 
@@ -95,19 +95,19 @@ def watch_ranks(
 ) -> Outcome:
     """Runs `command` once per environment, each with its RANK, and returns the outcome.
 
-    Rank 0's output goes to our stdout as it comes, every rank's output to `log_dir/rank_<r>.log`. If a rank
-    fails, all ranks and their children are ended, and the traceback of the failed rank is shown last. If that
-    rank was killed, stopped or hung, the stacks of all ranks are shown before. A rank killed by signal N
-    counts as exit code 128 + N.
+    Rank 0's output goes to this process's stdout as it comes; every rank's output goes to
+    `log_dir/rank_<r>.log`. If a rank fails, all ranks and their children are ended, and the traceback of the
+    failed rank is shown last. If that rank was killed, stopped or hung, the stacks of all ranks are shown
+    first. A rank killed by signal N counts as exit code 128 + N.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to every rank.
 
     peers: the launchers of other machines; the run then ends when it has ended on every machine.
-    will_restart: whether the caller starts the run again after a repeatable failure. Our stdout then gets one
+    will_restart: whether the caller starts the run again after a repeatable failure. Stdout then gets one
         line with the rank and its log, and no traceback, because the run continues.
     """
     ranks: list[Rank] = []
-    complain = cache(lambda text: say(f"deepy.py: warning: {text}"))  # of the disk that all logs are on, once
+    complain = cache(lambda text: say(f"deepy.py: warning: {text}"))  # once: all logs are on one disk
     with record_signals() as received:
         try:
             for env in environments:
@@ -123,7 +123,7 @@ def watch_ranks(
 
 
 class _Screen:
-    """Writes output of ranks to our stdout. The run continues if stdout is closed or its disk is full.
+    """Writes the output of rank 0 to stdout. The run continues if stdout is closed or its disk is full.
 
     quiet: whether to hide a failure after which the run is started again.
     """
@@ -135,18 +135,19 @@ class _Screen:
         self._descriptor = sys.stdout.fileno()
 
     def show(self, rank: Rank) -> None:
-        """Writes the output of rank 0 that was read but not yet shown. For another rank it writes nothing."""
+        """Writes the output of rank 0 that was read but not shown yet. For any other rank, writes nothing."""
         data, rank.held = rank.held, b""
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except BlockingIOError:  # a pipe that is not to be waited for, and full
+        except BlockingIOError:  # stdout is a non-blocking pipe, and full
             rank.held = data
         except OSError:
             pass
 
     def show_until_traceback(self, rank: Rank) -> None:
-        """Writes the output not yet shown, up to the first traceback or stack, and drops the rest."""
+        """Writes the output of `rank` not shown yet, up to the first traceback or stack, and drops the
+        rest."""
         end = min((place for mark in (*FATAL, STACK) if (place := rank.held.find(mark)) >= 0), default=len(rank.held))
         rank.held = rank.held[: rank.held.rfind(b"\n", 0, end) + 1]
         self.show(rank)
@@ -205,15 +206,16 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 if rank.stopped_for() > STOPPED_S:
                     return _report_to(peers, _report_stopped(rank, ranks, screen, bool(received)))
             suspect = _suspect(ranks)
-            # Else rank 0 may be about to complain of what another did
+            # Held back otherwise: rank 0 may be printing a traceback that another rank's failure caused
             if suspect is None or (suspect.index == 0 and not screen.quiet):
                 screen.show(ranks[0])
 
 
 def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:
-    """Returns the failure on another machine that made our rank fail; None if there is none.
+    """Returns the failure on another machine that made `culprit`, a rank of this machine, fail; None if there
+    is none.
 
-    It waits up to PEER_S seconds for the other machines to report.
+    Waits up to PEER_S seconds for the other machines to report.
     """
     if peers is None or not culprit.traceback_at:
         return None
@@ -231,23 +233,26 @@ def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
 
 
 def _end_as(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
-    """Ends our ranks because the run has ended, shows the outcome of the run, and returns it."""
+    """Ends this machine's ranks because the run has ended, shows the outcome of the run, and returns it."""
     _end(ranks)
     if screen.quiet and outcome.repeatable:
         screen.show_until_traceback(ranks[0])
-        say(f"deepy.py: {outcome.reason}; its output is in {outcome.log} there")
+        say(f"deepy.py: {outcome.reason}; its output is in {outcome.log} on that machine")
         return outcome
     screen.show(ranks[0])
     if outcome.code:
-        say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
+        say(
+            f"deepy.py: error: {outcome.reason}"
+            + (f"; its output is in {outcome.log} on that machine" if outcome.log else "")
+        )
     return outcome
 
 
 def _too_early(ranks: list[Rank], number: int, start: float) -> bool:
-    """Returns whether to hold a signal back because a rank has no handler for it yet.
+    """Returns whether to hold the signal `number` back because a rank has no handler for it yet.
 
     USR1 asks for a checkpoint, but would end a rank that is still starting. Ctrl-C would make Python print a
-    traceback until `begin_process` has set a handler.
+    traceback if `begin_process` has not set a handler yet. start: the time at which the ranks were started.
     """
     patience = {signal.SIGUSR1: STARTING_S, signal.SIGINT: PYTHON_S}.get(signal.Signals(number), 0.0)
     return time.monotonic() - start < patience and any(rank.would_die(signal.SIGUSR1) for rank in ranks)
@@ -256,8 +261,8 @@ def _too_early(ranks: list[Rank], number: int, start: float) -> bool:
 def _suspect(ranks: list[Rank]) -> Rank | None:
     """Returns the rank whose traceback came first; None if there is none.
 
-    A rank that still runs TRACEBACK_S seconds after its traceback has handled the exception and does not
-    count.
+    A rank that still runs TRACEBACK_S seconds after its traceback does not count, because it has handled the
+    exception.
     """
     now = time.monotonic()
     fresh = [
@@ -271,10 +276,10 @@ def _suspect(ranks: list[Rank]) -> Rank | None:
 def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
     """Returns the rank to blame for a failure. It is the first of these that exists:
 
-    a rank killed by a signal from outside,
-    a rank that ended with code 1 and without a traceback (a refusal),
-    the first rank that printed a traceback, if it has failed,
-    the rank `failed`.
+    - a rank killed by a signal from outside,
+    - a rank that ended with code 1 and without a traceback (it refused to run),
+    - the first rank that printed a traceback, if it has failed,
+    - the rank `failed`.
     """
     suspect = _suspect(ranks)
     if suspect is not None:
@@ -297,18 +302,18 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     """
     culprit.read_all()
     code = culprit.process.poll() or 1
-    # Before it could take it for the wish to save and stop, or for a second one
+    # The signal ended the rank before it had a handler, or was a second signal
     if culprit.ending_signal() in asked_for:
         _end(ranks)
         screen.show(ranks[0])
         name = _signal_name(culprit.ending_signal())
-        say(f"deepy.py: ended by {name}")
+        say(f"deepy.py: {name} ended the run")
         return Outcome(128 + culprit.ending_signal(), f"{name} from outside")
     cause = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     if code == -signal.SIGBUS:
-        cause += " (a mapped file, as the data's .bin, became shorter while it was read, or /dev/shm is full)"
+        cause += " (a mapped file, such as the data's .bin, became shorter while it was read, or /dev/shm is full)"
     if culprit.is_overdue():
-        cause = "made no progress in time (collective_timeout_s, first_step_timeout_mins)"
+        cause = "made no progress in time (limits: collective_timeout_s, first_step_timeout_mins)"
     reason = f"rank {culprit.index} of {culprit.world_size} {cause}"
     refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
     outcome = Outcome(
@@ -322,7 +327,7 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_requ
     """Ends every rank because `culprit` was stopped (SIGSTOP) and the others wait for it. Returns the
     outcome."""
     reason = (
-        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
+        f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not continue for {STOPPED_S:.0f} s"
     )
     outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_requested, str(culprit.log.path.resolve()))
     _end_run(culprit, outcome, ranks, screen, with_stacks=True, is_stopped=True)
@@ -332,10 +337,10 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_requ
 def _end_run(
     culprit: Rank, outcome: Outcome, ranks: list[Rank], screen: _Screen, with_stacks: bool, is_stopped: bool = False
 ) -> None:
-    """Ends every rank and shows why. If the run is started again, that is one line that names the log.
+    """Ends every rank and shows why. If the run is started again, shows only one line that names the log.
 
     with_stacks: whether all ranks write their stacks first.
-    is_stopped: whether `culprit` is stopped (SIGSTOP). It could not end politely.
+    is_stopped: whether `culprit` is stopped (SIGSTOP), so that SIGTERM would not end it.
     """
     if screen.quiet and outcome.repeatable and culprit.log.is_complete:
         if with_stacks:
@@ -359,7 +364,7 @@ def _end_run(
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
-    """Shows the stack of every rank, or its last output; those of `culprit` come last.
+    """Shows the stack of every rank, or its last output. The stack of `culprit` comes last.
 
     A culprit that has already ended is left out, because `_report_failure` shows its output.
     """
@@ -370,21 +375,19 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
         if rank is culprit and had_ended:
             continue
         if rank.index == 0:
-            say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
+            say(f"stack of rank 0 of {rank.world_size}:" + ("" if rank.held else " see its output above"))
             screen.show(rank)
         else:
-            say(
-                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_lines(TAIL_LINES)}"
-            )
+            say(f"stack of rank {rank.index} of {rank.world_size} ({rank.log.path}):\n{rank.last_lines(TAIL_LINES)}")
 
 
 def _write_stacks(ranks: list[Rank]) -> None:
-    """Makes every rank write its stack to its output, and waits at most STACKS_S seconds to read the stacks
-    into the logs."""
+    """Makes every rank write its stack to its output, and waits up to STACKS_S seconds for the stacks to
+    reach the logs."""
     counts = {rank.index: rank.tail.count(STACK) for rank in ranks}
     for rank in ranks:
         rank.signal(STACKS_SIGNAL)
-        rank.signal(signal.SIGCONT)  # a stopped rank shows its stack when it goes on
+        rank.signal(signal.SIGCONT)  # a stopped rank shows its stack when it continues
     deadline = time.monotonic() + STACKS_S
     running = [rank for rank in ranks if rank.process.poll() is None]
     while time.monotonic() < deadline and any(

@@ -1,6 +1,7 @@
-"""Every configuration key: declared once, read from YAML, derived, validated, frozen.
+"""Declares all configuration keys, reads them from YAML, derives further values, and checks and freezes them.
 
-The lowest package: it imports neither torch nor DeepSpeed, so that resolving a configuration is instant.
+This is the lowest package: it imports neither torch nor DeepSpeed, so that resolving a configuration is
+instant.
 """
 
 from typing import Any

@@ -12,8 +12,9 @@ _WEB = ("http", "https", "ftp")
 def without_secrets(text: str) -> str:
     """Returns the text with user, password, query and `key=value` fragments removed from its URLs.
 
-    Queries of presigned URLs are signatures, under names that each service chooses, so the full query is
-    removed. A user without a password stays where it names a place: `abfs://container@account`.
+    Queries of presigned URLs contain signatures, whose names differ by service, so the full query is removed.
+    A user without a password is kept except in http, https and ftp, because it may name a place:
+    `abfs://container@account`.
     """
     return _URL.sub(_redacted, text) if "://" in text else text
 

@@ -13,9 +13,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def disk_problem(problem: BaseException | None) -> str | None:
-    """Returns `FILE: reason` if an error comes from a file that cannot be written, else None.
+    """Returns `FILE: reason` if an error, or one of its causes, comes from a file that cannot be written;
+    else None.
 
-    HuggingFace's libraries report such a failure as data that is not available.
+    HuggingFace's libraries hide such a failure: they report that data is not available.
     """
     while problem is not None:
         if isinstance(problem, OSError) and problem.errno in _DISK and problem.filename:
@@ -32,17 +33,19 @@ def lfs_pointer_error(path: str | PathLike[str]) -> str | None:
     with open(path, "rb") as file:
         if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
             return None
-    return f"{path}: a pointer of git-lfs, not the file itself; run git lfs pull in its folder"
+    return f"{path}: is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"
 
 
 class UserError(Exception):
-    """An error that a user can fix: commands print its message, a line for each problem, and no traceback.
+    """An error that a user can fix. Commands print its message, one line for each problem, without a
+    traceback.
 
-    This module imports little, so a command can catch the error without importing torch first.
+    This module imports little, so that a command can catch the error without importing torch first.
     """
 
     def __str__(self) -> str:
-        """Returns the message without secrets: libraries put full URLs into theirs, signatures included."""
+        """Returns the message without secrets, because libraries put full URLs with signatures into
+        messages."""
         return without_secrets(super().__str__())
 
     def error_lines(self, command: str) -> str:
@@ -51,7 +54,8 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration cannot be used: one line for each problem names the key and where it was set."""
+    """Raised if a configuration cannot be used. Its message has a line for each problem: place, key,
+    reason."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -62,7 +66,7 @@ class ConfigError(UserError, ValueError):
 
 
 class ErrorCollector:
-    """Collects problems, to show all of them together.
+    """Collects the problems of a configuration, so that all of them are reported together.
 
     A line reads `a.yml:12: num_layers: expected int, got "twelve"`.
     """
@@ -70,17 +74,18 @@ class ErrorCollector:
     def __init__(self, origins: Mapping[str, str]) -> None:
         self.origins = origins
         self.lines: list[str] = []
-        self.complete = True  # False when a file could not be read, which may hold the keys that are missing.
+        self.complete = True  # False if a file could not be read: it may hold keys that seem missing.
 
     def origin(self, path: str) -> str | None:
-        """Returns where `path` (dotted), or the nearest section that contains it, was set; None if
-        nowhere."""
+        """Returns where a dotted path, or the nearest section that contains it, was set, such as `a.yml:12`.
+        None if it was not set."""
         while path not in self.origins and "." in path:
             path = path.rpartition(".")[0]
         return self.origins.get(path)
 
     def add(self, path: str, text: str) -> None:
-        """Adds a problem of the key at a dotted path."""
+        """Adds a problem of the key at a dotted path such as `optimizer.params.lr`, with the place where it
+        was set."""
         origin = self.origin(path)
         self.lines.append(f"{origin}: {path}: {text}" if origin else f"{path}: {text}")
 

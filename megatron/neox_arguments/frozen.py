@@ -1,4 +1,4 @@
-"""Read-only containers, so that a resolved configuration cannot be written to, not even inside a section."""
+"""Read-only containers, so that a resolved configuration cannot be changed, not even inside a section."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -8,7 +8,7 @@ class FrozenDict(dict):
     """A read-only dict, equal to a plain dict with the same items; pickle and json accept it."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("a resolved configuration is read-only; use args.replace(...)")
+        raise TypeError("a resolved configuration is read-only; make a changed copy with args.replace(KEY=VALUE)")
 
     __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
     clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
@@ -30,13 +30,13 @@ def freeze(value: Any) -> Any:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Returns a per-layer value as a tuple: one element if all layers share the value, else one for each
-    layer."""
+    """Returns the value of a key as a tuple. A list of values per layer stays a tuple; any other value
+    becomes its only element."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def thaw(value: Any) -> Any:
-    """Converts back to plain dicts and lists: the inverse of `freeze`."""
+    """Converts mappings to plain dicts and tuples to lists, recursively: the inverse of `freeze`."""
     if isinstance(value, Mapping):
         return {k: thaw(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""The kinds of training. Each name is a folder of `megatron/methods`.
+"""Finds the declarations of all kinds of training, such as language modelling or reinforcement learning.
 
-The folder has `METHOD`, a `MethodDeclaration`, in `declaration.py`, and the class `Method` in `method.py`. A
-kind with keys of its own has the function `check` in `checks.py`. A run is of the first kind for which
-`MethodDeclaration.trains` is true.
+Each kind is a folder of `megatron/methods`. In it, `declaration.py` has `METHOD`, a `MethodDeclaration`, and
+`method.py` has the class `Method`. If the kind has its own keys, `checks.py` has the function `check`. A run
+is of the first kind in METHODS for which `MethodDeclaration.trains` is true.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,23 +23,24 @@ METHODS = (
 
 
 class MethodKeys:
-    """Base class of the keys of one kind of training, which `NeoXArgs` inherits.
+    """Base class of the classes that declare the keys of one kind of training. `NeoXArgs` inherits them all.
 
-    Only code of that kind reads them, and says so: `ToyKeys.read_from(args).toy_weight`.
+    Only code of that kind of training reads its keys, in this form: `ToyKeys.read_from(args).toy_weight`.
     """
 
     @classmethod
     def read_from(cls, args: object) -> Self:
-        """Returns the configuration as an object with these keys."""
+        """Returns the configuration `args` itself, typed as an object with the keys of this class."""
         return cast(Self, args)
 
 
 @dataclass(frozen=True)
 class FurtherSet:
-    """A set of texts that steps read beside, or in place of, the training set.
+    """A data set that training steps read in addition to, or instead of, the training set.
 
-    data, labels, storage: keys of its files, their labels, and how they are read. enabled: the key that turns
-    the set on; "": it is on where there are files. is_scored: a reference model may score its samples.
+    data, labels, storage: names of the keys for its files, for their labels, and for how they are read.
+    enabled: name of the key that turns the set on; "": it is on if `data` is set.
+    is_scored: whether a reference model may score its samples.
     """
 
     data: str
@@ -55,22 +56,27 @@ class FurtherSet:
 
 @dataclass(frozen=True)
 class MethodDeclaration:
-    """Tells configuration and data of a kind of training. Functions get the configuration.
+    """Describes one kind of training to the code of configuration and data. Functions get the configuration.
 
-    trains: whether a run is of this kind. keys: declares its keys. impl: the value of `train_impl` that it
-        adds. sets: further sets, by name.
-    num_further_steps: of the steps [start, end), counted from 0, those that read a batch of each further set.
-    sets_per_step: number of sets of which such a step reads.
-    needs_reference: whether its losses compare the model with a reference; None: as the table of losses says.
-    mismatched_answers: how prompts get answers to other prompts, to estimate a KL; drawn: from the whole set;
-        rotated: from the micro-batch; None: they get none.
-    sample_keys: values of keys that decide what samples hold.
-    log_lines: about its data, for the start of the log.
-    conditions: (key, condition in words, whether it holds) of keys without effect where it does not hold.
-    loss_temperature: divides logits in the loss; None: as for other kinds.
-    prompts_key, prompt_files: the key of files of prompts that stand in for a training set, and these files.
-    order_keys: keys that decide the order of prompts.
-    eager_reason: why `compile: auto` leaves blocks eager; None: it need not.
+    trains: whether a run is of this kind.
+    keys: the class that declares its keys.
+    impl: the value of `train_impl` that it adds.
+    sets: further data sets that its steps read, by name.
+    num_further_steps: how many of the steps [start, end), counted from 0, read a batch of each further set.
+    sets_per_step: number of data sets that such a step reads.
+    needs_reference: whether its losses compare the model with a reference model; None: the table of losses
+        decides.
+    mismatched_answers: how prompts get answers to other prompts, to estimate a KL divergence. drawn: from the
+        whole set; rotated: from the micro-batch; None: they get none.
+    sample_keys: values of the keys that decide what samples contain.
+    log_lines: lines about its data for the start of the log.
+    conditions: (key, condition in words, whether it holds); the key has no effect if its condition does not
+        hold.
+    loss_temperature: divisor of the logits in the loss; None: 1.
+    prompts_key, prompt_files: the key that names files of prompts, used instead of a training set; these
+    files.
+    order_keys: keys that decide the order of prompts, with their values.
+    eager_reason: why `compile: auto` does not compile blocks; None: it may compile them.
     """
 
     trains: Callable[[Any], bool]
@@ -92,18 +98,19 @@ class MethodDeclaration:
 
 
 def method_module(method: str, name: str) -> ModuleType | None:
-    """Returns the module `name` of a kind of training; None if it has none."""
+    """Returns the module `megatron.methods.<method>.<name>` of a kind of training; None if it does not
+    exist."""
     # Not an f-string: tests/import_graph.py would let every module depend on every kind.
     path = ".".join(("megatron", "methods", method, name))
     return import_module(path) if find_spec(path) is not None else None
 
 
 def check_methods(args: object, problems: ErrorCollector) -> None:
-    """Note problems with the keys of all kinds of training, and keys that ask for two kinds at once."""
+    """Adds problems with the keys of all kinds of training, also if keys ask for two kinds at once."""
     for method in METHODS:
         if (checks := method_module(method, "checks")) is not None:
             checks.check(args, problems)
-    # A kind that is no value of `train_impl` stands above those that are.
+    # A kind that adds no value of `train_impl` takes precedence over the kind that `train_impl` names.
     claims = [
         (name, declared.keys)
         for name, declared in _declarations().items()
@@ -111,7 +118,7 @@ def check_methods(args: object, problems: ErrorCollector) -> None:
     ]
     for name, keys in claims[1:] if not problems.lines else []:
         changed = next(f.name for f in fields(keys) if getattr(args, f.name) != f.default)  # type: ignore[arg-type]
-        problems.add(changed, f"asks for {name}, but other keys for {claims[0][0]}; remove the keys of one of them")
+        problems.add(changed, f"asks for training by {name}, but other keys for {claims[0][0]}; remove the keys of one")
 
 
 @cache
@@ -132,12 +139,12 @@ def train_impls() -> dict[str, TrainImpl]:
 
 
 def method_name(args: object) -> str:
-    """Returns the name of a run's kind of training."""
+    """Returns the name of a run's kind of training, one of METHODS."""
     return next(name for name, declaration in _declarations().items() if declaration.trains(args))
 
 
 def further_sets() -> dict[str, FurtherSet]:
-    """Returns the further sets of all kinds of training by name."""
+    """Returns the further data sets (`FurtherSet`) of all kinds of training, by name."""
     return {name: further for declaration in declarations() for name, further in declaration.sets.items()}
 
 

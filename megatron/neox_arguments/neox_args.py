@@ -29,20 +29,24 @@ from megatron.neox_arguments.values.derive import derive
 
 @dataclass(frozen=True)
 class NeoXArgs(GPTNeoXMethods):
-    """Every key as an attribute, resolved and validated. Made by `load`, `from_dict`, `replace`,
-    `for_world`."""
+    """The resolved and validated configuration, with every key as a read-only attribute.
+
+    `load`, `from_dict`, `replace` and `for_world` make such objects.
+    """
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], origin: str = "program") -> "NeoXArgs":
-        """Resolve a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
+        """Resolves a mapping of keys (dotted paths and dashes allowed) into a configuration. Raises
+        ConfigError."""
         return load([], values, origin)
 
     def frozen(self) -> "NeoXArgs":
-        """Returns this object: entry points call it on their argument, which may be a `MutableNeoXArgs`."""
+        """Returns this object, which is read-only already. Entry points call `frozen` on their argument,
+        which may also be a `MutableNeoXArgs`."""
         return self
 
     def replace(self, **changes: Any) -> "NeoXArgs":
-        """Returns a new object with keys changed (None: back to the default), derived and validated again.
+        """Returns a new object with some keys changed (None: to the default), derived and validated again.
 
         Dotted paths reach into sections: `args.replace(**{"optimizer.params.lr": 1e-3})`. Raises ConfigError.
         """
@@ -53,15 +57,15 @@ class NeoXArgs(GPTNeoXMethods):
         return args if self.world_size is None else args.for_world(self.world_size)
 
     def settle(self, key: str, value: Any) -> "NeoXArgs":
-        """Returns a new object in which `key`, which was `auto`, has the chosen `value`. Messages still name
-        the line that set `auto`."""
+        """Returns a new object in which `key`, which was `auto`, has the chosen `value`. Messages about the
+        key still name the line that set `auto`."""
         settled = self.replace(**{key: value})
         return replace(settled, origins=FrozenDict({**settled.origins, key: self.origin(key)}))
 
     def for_world(self, world_size: int) -> "NeoXArgs":
-        """Returns the configuration on `world_size` ranks, with batch sizes and data_parallel_size.
+        """Returns the configuration with batch sizes and data_parallel_size computed for `world_size` ranks.
 
-        Raises ConfigError.
+        Raises ConfigError if the layout or the batch sizes do not fit.
         """
         model_parallel = self.pp * self.tp
         problems = ErrorCollector(self.origins)
@@ -75,7 +79,8 @@ class NeoXArgs(GPTNeoXMethods):
         if world_size // model_parallel % self.expert_parallel_size:
             problems.add(
                 "expert_parallel_size",
-                f"{self.expert_parallel_size} does not divide the {world_size // model_parallel} data-parallel ranks",
+                f"{self.expert_parallel_size} does not divide the {world_size // model_parallel} data-parallel ranks; "
+                "set a divisor",
             )
             problems.raise_if_any()
         batch = (self.user_values.get(name) for name in BATCH_KEYS)
@@ -112,7 +117,7 @@ class NeoXArgs(GPTNeoXMethods):
     def check_generation(self) -> "NeoXArgs":
         """Returns this object if all keys that text generation needs are set and valid. Raises
         ConfigError."""
-        # How the weights are trained makes no difference to writing and scoring text.
+        # Values that only matter in training are allowed here.
         return self._check(validate_generation(self), allowed=("train_impl", "dataset_impl"))
 
     def check_evaluation(self) -> "NeoXArgs":
@@ -124,9 +129,10 @@ class NeoXArgs(GPTNeoXMethods):
         return self._check(validate_serving(self))
 
     def check_for(self, script: str | Path) -> "NeoXArgs":
-        """Returns this object if it has all that train.py, eval.py, generate.py or serve.py needs.
+        """Returns this object if it has all keys that `script` needs: train.py, eval.py, generate.py or
+        serve.py.
 
-        Any other script checks for itself. Raises ConfigError.
+        For any other script nothing is checked. Raises ConfigError.
         """
         checks = {
             "train": self.check_training,
@@ -137,7 +143,7 @@ class NeoXArgs(GPTNeoXMethods):
         return checks.get(Path(script).stem, lambda: self)()
 
     def refusals(self) -> dict[str, str]:
-        """Returns the reason and the fix of each value that a run refuses, by dotted path; {} if there is
+        """Returns the values that a run refuses: for each dotted path the reason and the fix; {} if there are
         none."""
         return refusals(self)
 
@@ -162,15 +168,16 @@ class NeoXArgs(GPTNeoXMethods):
 def load(
     files: Sequence[str | Path], overrides: Mapping[str, Any] | Sequence[str] = (), origin: str = "--set"
 ) -> NeoXArgs:
-    """Merge YAML and JSON files, apply overrides (`{"a.b": 1}` or `["a.b=1"]`), resolve and freeze.
+    """Merges YAML and JSON files, applies overrides (`{"a.b": 1}` or `["a.b=1"]`), and resolves the result.
 
-    Raises ConfigError with one line for every problem of all files together.
+    origin: the place of the overrides, for messages. Raises ConfigError with one line for every problem of
+    all files together.
     """
     return load_assignments(files, parse_overrides(overrides, origin))
 
 
 def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[str, Any, str]]) -> NeoXArgs:
-    """Merge files, apply overrides given as (dotted path, value, origin), resolve and freeze. Raises
+    """Merges files, applies overrides given as (dotted path, value, origin), and resolves the result. Raises
     ConfigError."""
     config = read_files(files)
     for path, value, origin in assignments:
@@ -194,6 +201,6 @@ def _resolve(config: RawConfig) -> NeoXArgs:
 
 
 def __getattr__(name: str) -> type:
-    """Returns the dataclass of one of GPT-NeoX's key groups by its name; GPT-NeoX's programs import it from
-    here."""
+    """Returns the dataclass of one of GPT-NeoX's key groups by its name, such as `NeoXArgsTokenizer`.
+    Programs for GPT-NeoX import it from this module."""
     return key_group(name, __name__)

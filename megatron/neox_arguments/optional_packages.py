@@ -7,7 +7,7 @@ from typing import Any
 from megatron.neox_arguments.errors import UserError
 from megatron.neox_arguments.resolved import ResolvedArgs
 
-# Names of packages that are compiled for the torch that is there, and how they are installed.
+# By module: the names of packages that are compiled for the installed torch, and how to install them
 _COMPILED = {
     "flash_attn": ("flash-attn", "pip install --no-build-isolation flash-attn==2.8.3.post2"),
     "transformer_engine": (
@@ -22,14 +22,14 @@ _COMPILED = {
 
 
 class PackageProblem(Exception):
-    """A compiled package cannot be used here.
+    """Raised if a compiled package is missing or does not work here.
 
-    The message is the text after "needs": the package's name, the problem, and what to install.
+    The message is the end of a sentence "... needs": the package's name, the problem, and what to install.
     """
 
 
 def require_lm_eval(args: ResolvedArgs) -> None:
-    """Raises ConfigError, before anything is built, if eval_tasks are asked for and lm-eval is not
+    """Raises ConfigError, before anything is built, if the key `eval_tasks` is set and lm-eval is not
     installed."""
     if args.eval_tasks and find_spec("lm_eval") is None:
         need = "needs lm-eval: pip install 'neox[eval]' (or --set eval_tasks=null, to train without evaluation)"
@@ -37,13 +37,14 @@ def require_lm_eval(args: ResolvedArgs) -> None:
 
 
 def require_report(args: ResolvedArgs) -> None:
-    """Raises ConfigError, before anything is built, if a report is asked for that could not be made."""
+    """Raises ConfigError, before anything is built, if the key `report` is set and bokeh or a folder is
+    missing."""
     if not args.report:
         return
     if find_spec("bokeh") is None:
         raise args.error("report", "needs bokeh: pip install 'neox[report]' (or --set report=false)")
     if args.save is None and args.log_dir is None:
-        raise args.error("report", "the report needs a folder; set save or log_dir")
+        raise args.error("report", "needs a folder to write the report to; set save or log_dir")
 
 
 def import_optional(name: str, missing: UserError) -> Any:
@@ -57,9 +58,9 @@ def import_optional(name: str, missing: UserError) -> Any:
 def import_compiled(module: str, *names: str) -> Any:
     """Imports a module of a package in `_COMPILED`, and checks that it has the attributes `names`.
 
-    Examples are `flash_attn`, `transformer_engine.pytorch` and `apex.optimizers` (NVIDIA's apex). Raises
-    PackageProblem if the package is not installed, is another package of that name, or cannot be imported
-    (compiled for another torch or CUDA, or no GPU).
+    module: such as `flash_attn`, `transformer_engine.pytorch` or `apex.optimizers` (NVIDIA's apex). Raises
+    PackageProblem if the package is not installed, is another package of that name, lacks an attribute, or
+    cannot be imported (compiled for another torch or CUDA, or no GPU).
     """
     package = module.split(".")[0]
     name, install = _COMPILED[package]
@@ -67,7 +68,7 @@ def import_compiled(module: str, *names: str) -> Any:
     if find_spec(package) is None:
         raise PackageProblem(f"{name}, which is not installed: {fix}")
     if package == "apex" and find_spec("apex.optimizers") is None:
-        mistaken = "the package apex that is installed is not NVIDIA's but another project, of that name on PyPI"
+        mistaken = "the installed package apex is another project, which has that name on PyPI"
         raise PackageProblem(f"{name}; {mistaken}: pip uninstall apex, then {fix}")
     try:
         imported = import_module(module)

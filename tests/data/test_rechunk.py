@@ -32,7 +32,7 @@ def test_lengths_of_the_phases():
     ({"seq_curriculum": {"seq_len": [16, 24], "until": [3]}}, "seq_len: 24 .*seq_length"),
     ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 "),
     ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: .*1 .*2 phases"),
-    ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*rising"),
+    ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*increasing"),
     ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: .*required"),
     ({"pack_impl": "unpacked"}, "seq_curriculum: .*pack_impl: packed"),
 ])  # fmt: skip

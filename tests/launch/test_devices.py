@@ -70,7 +70,7 @@ def test_what_deepspeed_cannot_read_becomes_that_of_the_device(monkeypatch, valu
     env = {NAME: value}
     message = set_arch_list(env, lambda: [(9, 0), (9, 0)])
     assert env == {NAME: "9.0"}
-    assert value in message and "set to 9.0" in message
+    assert value in message and "by 9.0" in message
     assert deepspeed_reads(monkeypatch, env[NAME]) == "9.0+PTX"
 
 

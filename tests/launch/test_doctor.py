@@ -199,11 +199,11 @@ def test_nccl_library(tmp_path):
         and "NCCL_LIBRARY=/gone" in missing_library.found
         and "module" in missing_library.advice
     )
-    assert "no torch with CUDA" in nccl_check(None, {"NCCL_LIBRARY": old}, ()).found
+    assert "built without CUDA" in nccl_check(None, {"NCCL_LIBRARY": old}, ()).found
     assert nccl_check(torch_nccl, {}, ()).found == "2.28.9, torch's own (/venv/libnccl.so.2)"
     # A module has put it there, and torch did not take it; then: torch did, or could not even be imported.
     check = nccl_check(torch_nccl, {"LD_LIBRARY_PATH": str(Path(old).parent)}, ["/venv/libnccl.so.2"])
-    assert check.state == "ok" and re.search("2.26.6 .*left out", check.found)
+    assert check.state == "ok" and re.search("2.26.6 .*not used", check.found)
     check = nccl_check(torch_nccl, {"LD_PRELOAD": old}, [old])
     assert (check.state, check.advice) == ("failed", "LD_PRELOAD=/venv/libnccl.so.2 python deepy.py ...")
     assert re.match(rf"2.26.6 \({old}\) .*2.28.9", check.found)
@@ -248,9 +248,9 @@ def test_disks_and_limits(tmp_path, monkeypatch):
         return disk_check("save", folder, GIB, "a checkpoint", lambda _: space(free, files_left))
 
     assert look(9 * GIB).state in ("ok", "warning") and "MiB/s" in look(9 * GIB).found
-    assert "enough for one " in look(GIB * 3 // 2).advice
+    assert "not for two" in look(GIB * 3 // 2).advice
     assert re.search("512 MiB free.* 1.0 GiB", look(GIB // 2).found)
-    assert "no files left" in look(9 * GIB, 0).found
+    assert "no inodes" in look(9 * GIB, 0).found
     (tmp_path / "file").touch()
     assert "is a file" in look(9 * GIB, folder=tmp_path / "file").found
     assert list(tmp_path.iterdir()) == [tmp_path / "file"], "a probe was left behind, or a folder made"

@@ -74,7 +74,7 @@ def test_choice_is_deepspeeds(text, word):
     (None, {}, "hostfile: .*hosts"),
     ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' .*b, "),
     ("a slots=2\n", {"include": "a:2"}, "include: 'a:2' .*slot 2 of a.* 2"),
-    ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*host:0,1"),
+    ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*HOST:0,1"),
     ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' removes every slot"),
     ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 .* 1: a"),
     ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 .*a has 2"),

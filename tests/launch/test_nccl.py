@@ -20,17 +20,17 @@ def library(path: Path, version: str) -> str:
 
 @pytest.mark.parametrize(("torch_nccl", "site", "preload", "message"), [
     # torch, the machine's module, what is preloaded
-    (None, None, None, "none: there is no torch with CUDA"),
-    (None, (2, 28, 9), None, "none: there is no torch with CUDA"),
+    (None, None, None, "built without CUDA"),
+    (None, (2, 28, 9), None, "built without CUDA"),
     ((2, 28, 9), None, TORCH_NCCL, f"2.28.9, torch's own ({TORCH_NCCL})"),
     ((2, 28, 9), (2, 26, 6), TORCH_NCCL, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
-    ((2, 28, 9), (2, 28, 8), TORCH_NCCL, "is left out"),
-    ((2, 28, 9), (2, 9, 9), TORCH_NCCL, "is left out"),  # numbers, not letters
+    ((2, 28, 9), (2, 28, 8), TORCH_NCCL, "is not used"),
+    ((2, 28, 9), (2, 9, 9), TORCH_NCCL, "is not used"),  # numbers, not letters
     ((2, 28, 9), (2, 28, 9), SITE, f"2.28.9, this machine's ({SITE})"),
     ((2, 28, 9), (2, 29, 0), SITE, "torch was built with 2.28.9"),
     ((2, 21, 5), (2, 26, 6), SITE, "2.26.6, this machine's"),  # torch 2.5 and the fork
-    ((2, 28, 9), "unknown", TORCH_NCCL, "cannot be compared and is left out"),
-    ("unknown", (2, 29, 0), TORCH_NCCL, "cannot be compared and is left out"),
+    ((2, 28, 9), "unknown", TORCH_NCCL, "cannot be compared and is not used"),
+    ("unknown", (2, 29, 0), TORCH_NCCL, "cannot be compared and is not used"),
 ])  # fmt: skip
 def test_the_choice(torch_nccl, site, preload, message):
     versions = {"unknown": None}  # a file whose version cannot be read
@@ -92,4 +92,4 @@ def test_the_command_takes_an_older_one_out_of_ld_preload(tmp_path, monkeypatch,
     assert main() == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [f"export NCCL_LIBRARY={new}", f"export LD_PRELOAD={new}:/kept.so"]
-    assert all(fact in err for fact in (f"2.28.9, torch's own ({new})", f"2.26.6 of this machine ({old})", "left out"))
+    assert all(fact in err for fact in (f"2.28.9, torch's own ({new})", f"2.26.6 of this machine ({old})", "not used"))

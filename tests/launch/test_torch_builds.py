@@ -59,10 +59,10 @@ def test_the_build_has_code_for_each_gpu(driver, torch_version, devices, chosen)
 
 @pytest.mark.parametrize(("python", "platform", "driver", "torch_version", "message"), [
     ((3, 11), X86, (11, 8), None, "CUDA 11.8.* 12 "),
-    ((3, 10), X86, None, None, r"Python 3.10 .*torch 2.13.0.* 3.11 to 3.15"),
-    ((3, 15), X86, None, "2.11.0", r"Python 3.15 .*torch 2.11.0.* 3.11 to 3.14"),
+    ((3, 10), X86, None, None, r"torch 2.13.0 .*Python 3.10; .* 3.11 to 3.15"),
+    ((3, 15), X86, None, "2.11.0", r"torch 2.11.0 .*Python 3.15; .* 3.11 to 3.14"),
     ((3, 11), "linux-ppc64le", None, None, "linux-ppc64le.* linux-x86_64"),
-    ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 and 2.13.0"),
+    ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 or 2.13.0"),
     ((3, 11), X86, None, "nightly", "torch nightly"),
 ])  # fmt: skip
 def test_what_nothing_fits_is_refused(python, platform, driver, torch_version, message):
@@ -110,7 +110,7 @@ def test_the_command_needs_only_the_standard_library():
     done = ask("--cuda", "12.7")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"torch==2.11.0+cu126 --extra-index-url {CU126}\n"
-    assert "CUDA 12.7" in done.stderr and "never tried" in done.stderr
+    assert "CUDA 12.7" in done.stderr and "not tested" in done.stderr
     assert ask("--cpu", "--torch", "2.13.0").stdout == f"torch==2.13.0 --extra-index-url {CPU}\n"
     loaded = f"import runpy, sys; sys.argv=['x','--cpu']; runpy.run_path({str(COMMAND)!r}, run_name='__main__')"
     command = [sys.executable, "-S", "-c", f"{loaded}; print(sorted(sys.modules))"]  # without site-packages

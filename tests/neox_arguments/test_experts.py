@@ -52,8 +52,8 @@ def test_what_a_router_cannot_learn_is_reported(model: dict[str, Any]) -> None:
     assert noted("nothing balances the experts")
     for keys in ({"moe_aux_loss_coeff": 0.01}, {"moe_router_bias_update_rate": 0.001}, {"moe_router_type": "sinkhorn"}):
         assert not noted("nothing balances the experts", **keys)
-    assert noted("no router learns", moe_top_k=1, norm_topk_prob=True)
-    assert not noted("no router learns", norm_topk_prob=True) and not noted("no router learns", moe_top_k=1)
+    assert noted("router does not learn", moe_top_k=1, norm_topk_prob=True)
+    assert not noted("router does not learn", norm_topk_prob=True) and not noted("router does not learn", moe_top_k=1)
 
 
 def test_which_blocks_have_experts(model: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def test_what_deepspeeds_launcher_is_handed_comes_back(set_argv):
     assert NeoXArgs.consume_neox_args({"train_iters": 7}).train_iters == 7
     Path(words[-1]).unlink()
     set_argv("train.py")
-    with pytest.raises(ConfigError, match="--neox-args FILE is not among the arguments"):
+    with pytest.raises(ConfigError, match="--neox-args FILE is missing"):
         NeoXArgs.consume_neox_args()
 
 

@@ -92,7 +92,7 @@ TABLE = """
    train_data_weight_schedule.weights, phase 1 2 weights]
 - [{<<: *blend, train_data_weight_schedule: {weights: [[1, 2], [2, 1], [1, 1]], until: [5, 4]}},
    {train_data_weight_schedule: {weights: [[1, 2], [2, 1], [1, 1]], until: [4, 5]}},
-   train_data_weight_schedule.until, "rising [5, 4]"]
+   train_data_weight_schedule.until, "increasing [5, 4]"]
 - [{<<: *blend, train_data_weight_schedule: {weights: [[1, 2]], until: []}, train_epochs: 2},
    {train_data_weight_schedule: null}, train_epochs, train_data_weight_schedule]
 - [{curriculum_learning: *curriculum, seq_curriculum: {seq_len: [16, 32], until: [3]}}, {curriculum_learning: null},
@@ -201,7 +201,7 @@ def test_prompts_are_shared_but_where_a_prompt_depends_on_its_row(model):
 def test_places_of_both_keys_are_named(write):
     a = "num_layers: 2\nhidden_size: 66\n"
     b = "num_attention_heads: 4\nseq_length: 8\nmax_position_embeddings: 8\n"
-    with pytest.raises(ValueError, match=r"^a.yml:2: hidden_size: 66 .*num_attention_heads 4 \(b.yml:1\)$"):
+    with pytest.raises(ValueError, match=r"^a.yml:2: hidden_size: 66 .*num_attention_heads 4 \(b.yml:1\)"):
         load(write(a=a, b=b))
 
 

@@ -214,7 +214,7 @@ def test_an_unknown_key_is_answered_from_the_page(name: str, key: str) -> None:
     with pytest.raises(ConfigError) as refused:
         NeoXArgs.from_dict({name: 1})
     message = next(line for line in refused.value.problems if f" {name}: " in f" {line}")
-    assert f"here it is {key}" in message
+    assert f"here is {key}" in message
 
 
 def test_every_name_of_a_table_has_its_answer() -> None:

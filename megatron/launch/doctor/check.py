@@ -1,4 +1,4 @@
-"""A check of the machine, and the table of all checks."""
+"""Defines the result of one check, and renders all results as a table or JSON."""
 
 import json
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ _COLOURS = {"ok": "\033[32m", "warning": "\033[33m", "failed": "\033[31m"}
 class Check:
     """The result of one check.
 
-    found: a description of the finding.
-    advice: how to fix it, "" if the check passed.
+    state: ok; warning: a run can start, but with a drawback; failed: no run can start.
+    found: what the check found, in words.
+    advice: what to do about it; "" if the check passed.
     """
 
     name: str
@@ -23,12 +24,12 @@ class Check:
 
 
 def failed(name: str, finding: str, advice: str = "") -> Check:
-    """Returns a failed check: no run can start."""
+    """Returns the result of a failed check: with this finding no run can start."""
     return Check(name, "failed", finding, advice)
 
 
 def warning(name: str, finding: str, advice: str = "") -> Check:
-    """Returns a check with a warning: a run can start, but with a drawback."""
+    """Returns the result of a check with a warning: a run can start, but with a drawback."""
     return Check(name, "warning", finding, advice)
 
 

@@ -1,5 +1,5 @@
-"""`python deepy.py doctor`: look at everything, show it, and say by the exit code whether a run could
-start."""
+"""Runs `python deepy.py doctor`: checks this machine, prints the results, and ends with 1 if a check
+failed."""
 
 import argparse
 import os
@@ -89,13 +89,13 @@ def _site(env: Mapping[str, str]) -> tuple[Mapping[str, str], Check | None]:
     try:
         return site_variables(env) or env, None
     except LaunchError as problem:
-        return env, failed("site", str(problem), "export NEOX_SITE=NAME of slurm/sites/NAME.sh, or unset it")
+        return env, failed("site", str(problem), "set NEOX_SITE to the NAME of a file slurm/sites/NAME.sh, or unset it")
 
 
 def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
-    """Returns the checks of two disks: of `folder`, for checkpoints, and of the temporary folder.
+    """Returns two checks of free disk space: in `folder`, for checkpoints, and in the temporary folder.
 
-    args: the configuration, which gives the size of a checkpoint; None: 1 GiB is assumed.
+    args: the configuration, from which the size of a checkpoint is estimated; None: 1 GiB is assumed.
     """
     temporary_folder = tempfile.gettempdir()
     temporary = storage.disk_check("temporary", temporary_folder, storage.GIB // 4, "compiled kernels and small files")
@@ -112,19 +112,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="deepy.py doctor", description="Look at this machine, and at a configuration, before a run is started.",
         epilog=_EXAMPLES,
     )  # fmt: skip
-    parser.add_argument("conf_file", nargs="*", help="configuration files: validated, and what they name looked for")
-    parser.add_argument("--gpus", metavar="2,3", type=_list, default=[], help="GPUs that the run will use; all visible")
+    parser.add_argument("conf_file", nargs="*", help="configuration files to check, and the files that they name")
+    parser.add_argument("--gpus", metavar="2,3", type=_list, default=[], help="GPUs to check; default: all visible")
     parser.add_argument(
-        "--port", metavar="N", type=_port, help="where ranks meet; else master_port, MASTER_PORT, 29500"
+        "--port", metavar="N", type=_port, help="port where ranks meet; default: master_port, MASTER_PORT, 29500"
     )
     parser.add_argument(
-        "--peer", metavar="HOST:PORT", action="append", type=_peer, default=[], help="a machine to be reached"
+        "--peer", metavar="HOST:PORT", action="append", type=_peer, default=[], help="check that this machine answers"
     )
     parser.add_argument(
-        "--model", metavar="NAME", action="append", default=[], help="a HuggingFace model: folder or ORG/NAME"
+        "--model", metavar="NAME", action="append", default=[], help="HuggingFace model to check: folder or ORG/NAME"
     )
-    parser.add_argument("--save", metavar="DIR", help="folder of checkpoints; else that of the configuration or site")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--save", metavar="DIR", help="folder of checkpoints; default: as in the configuration or site")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 
@@ -142,5 +142,5 @@ def _peer(text: str) -> str:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; name one from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 1 to 65535")
     return int(text)

@@ -25,7 +25,7 @@ def read_config(files: Sequence[str]) -> tuple[NeoXArgs | None, list[Check]]:
     except ConfigError as refused:
         num_omitted = len(refused.problems) - _MAX_PROBLEMS
         checks = [failed("config", problem) for problem in refused.problems[:_MAX_PROBLEMS]]
-        return None, checks + ([failed("config", f"{num_omitted} more problems")] if num_omitted > 0 else [])
+        return None, checks + ([failed("config", f"and {num_omitted} more problems")] if num_omitted > 0 else [])
     return args, [Check("config", "ok", f"{', '.join(files)}: can train")]
 
 
@@ -34,25 +34,30 @@ def data_checks(args: ModelArgs) -> list[Check]:
     missing, prefixes = [], list(_prefixes(args))
     for key, prefix in prefixes:
         if absent := [end for end in (".idx", ".bin") if not _filled(f"{prefix}{end}")]:
-            finding = f"{key}: {prefix}{' and '.join(absent)} not there or empty"
+            finding = f"{key}: {prefix}{' and '.join(absent)} missing or empty"
             missing.append(failed("data", finding, args.origin(key)))
     return missing or [Check("data", "ok", f"{len(prefixes)} pairs of .bin and .idx")]
 
 
 def load_check(args: NeoXArgs) -> Check | None:
-    """Checks that the folder `load` holds a checkpoint. Returns None if `load` is unset, equals `save`, or is
-    remote."""
+    """Checks that the folder named by the key `load` holds a checkpoint. Returns None if `load` is unset,
+    equals `save`, or is remote."""
     place = args.load
     if place is None or place == args.save or is_remote(place) or place.startswith("hf://"):
         return None
     folder = Path(place)
     if any((folder / name).exists() for name in ("latest", "config.json")) or any(folder.glob("global_step*")):
         return Check("load", "ok", place)
-    return failed("load", f"{place} holds no checkpoint ({args.origin('load')})", "name one, or remove the key")
+    return failed(
+        "load",
+        f"{place} holds no checkpoint ({args.origin('load')})",
+        "set load to a checkpoint's folder, or remove it",
+    )
 
 
 def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Check:
-    """Checks that the tokenizer can be built. build: builds it, or raises an exception with the reason."""
+    """Checks that the tokenizer can be built. build: builds it from a configuration, or raises an
+    exception."""
     try:
         build(args)
     except Exception as problem:  # those of the tokenizer's own library too

@@ -1,4 +1,4 @@
-"""GPUs: whether the driver, torch and each device work together, and what the devices can do."""
+"""Checks GPUs: whether driver, torch and each GPU work together, and which number formats GPUs support."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from megatron.launch.doctor.software import Torch
 from megatron.launch.doctor.storage import GIB
 from megatron.launch.torch_builds import NoBuild, choose, this_platform
 
-_IN_USE = 1.0  # GiB that may be taken: contexts of other processes, displays
+_IN_USE = 1.0  # GiB that other processes and displays may use without a warning
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
     product on it failed."""
     if not names:
         return []
-    import torch  # not where it cannot be imported: then no names are known
+    import torch  # names are empty if torch cannot be imported
 
     gpus = []
     for index, name in enumerate(names):
         try:
             properties = torch.cuda.get_device_properties(index)
             matrix = torch.ones(64, 64, device=f"cuda:{index}")
-            problem = "" if (matrix @ matrix).sum().item() == 64**3 else "it computes 64 x 64 ones wrongly"
+            problem = "" if (matrix @ matrix).sum().item() == 64**3 else "a product of 64 x 64 ones is wrong"
             free, total = torch.cuda.mem_get_info(index)
         except Exception as cause:  # RuntimeError, AcceleratorError, AssertionError: whatever CUDA says
             gpus.append(Gpu(name, "?", 0, 0, (0, 0), str(cause).strip().splitlines()[0]))
@@ -62,8 +62,8 @@ def read_gpus(names: Sequence[str]) -> list[Gpu]:
 
 
 def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int, int] | None = None) -> Check:
-    """Checks that the driver, torch's CUDA and the GPUs work together. A driver too old for torch's CUDA
-    shows no GPUs.
+    """Checks that the driver, torch's CUDA and the GPUs work together. It fails if the driver is too old for
+    torch's CUDA, so that no GPU is visible.
 
     driver: version of the driver, None if unknown.
     gpus: number of visible GPUs.
@@ -73,21 +73,21 @@ def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int,
         return Check("driver", "ok", "no NVIDIA driver: ranks are processes on the CPU, with gloo")
     description = f"NVIDIA {driver or 'of unknown version'}, {gpus} GPU{'s' * (gpus != 1)} visible"
     if torch.version is None or torch.problem:
-        return warning("driver", description, "torch cannot be imported; see the check of torch")
+        return warning("driver", description, "torch cannot be imported; see the line `torch` above")
     if torch.cuda is None:
         return warning("driver", f"{description}; torch is built without CUDA", _suited(serves))
     if not gpus and serves is not None and serves[0] < int(torch.cuda.partition(".")[0]):
-        description = f"{description}; it serves CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
+        description = f"{description}; it supports CUDA {serves[0]}.{serves[1]}, torch is built for {torch.cuda}"
         return failed("driver", description, _suited(serves))
     if not gpus:
-        advice = f"CUDA_VISIBLE_DEVICES hides them, or the driver is older than CUDA {torch.cuda} needs: nvidia-smi"
+        advice = f"CUDA_VISIBLE_DEVICES hides the GPUs, or the driver is too old for CUDA {torch.cuda}: see nvidia-smi"
         return warning("driver", description, advice)
     return Check("driver", "ok", description)
 
 
 def _suited(serves: tuple[int, int] | None) -> str:
-    """Returns the pip command that installs the build of torch for this driver and these GPUs. If there is no
-    such build, returns the reason.
+    """Returns the pip command that installs a build of torch for this machine's driver and GPUs. If there is
+    no such build, returns the reason.
 
     serves: the CUDA version that the driver supports.
     """
@@ -112,29 +112,35 @@ def gpu_checks(
     for name in requested:
         if name not in [gpu.name for gpu in gpus]:
             visible = ", ".join(gpu.name for gpu in gpus) or "none"
-            checks.append(failed(f"gpu {name}", f"not there; this machine shows {visible}", "see CUDA_VISIBLE_DEVICES"))
+            checks.append(
+                failed(f"gpu {name}", f"no such GPU; this machine shows {visible}", "see CUDA_VISIBLE_DEVICES")
+            )
     for gpu in gpus:
         if requested and gpu.name not in requested:
             continue
         title, used_gib = f"gpu {gpu.name}", (gpu.total - gpu.free) / GIB
         description = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
         if gpu.problem:
-            without_code = "no kernel image" in gpu.problem  # torch's build is for other devices
-            advice = _suited(serves) if without_code else "nvidia-smi -q shows its state; leave it out with --exclude"
+            without_code = "no kernel image" in gpu.problem  # torch is built for other GPU models
+            advice = (
+                _suited(serves) if without_code else "nvidia-smi -q shows the GPU's state; leave it out with --exclude"
+            )
             checks.append(failed(title, f"{gpu.model}: {gpu.problem}", advice))
         elif used_gib > _IN_USE:
-            checks.append(warning(title, description, f"{used_gib:.1f} GiB are in use by other processes: nvidia-smi"))
+            checks.append(
+                warning(title, description, f"{used_gib:.1f} GiB are in use by other processes: see nvidia-smi")
+            )
         else:
             checks.append(Check(title, "ok", description))
     models = sorted({gpu.model for gpu in gpus if not gpu.problem and (not requested or gpu.name in requested)})
     if len(models) > 1:
-        checks.append(warning("gpus", f"not alike: {', '.join(models)}", "the slowest sets the pace"))
+        checks.append(warning("gpus", f"different models: {', '.join(models)}", "all ranks wait for the slowest GPU"))
     return checks
 
 
 def ability_check(gpus: Sequence[Gpu], torch: Torch) -> Check | None:
-    """Reports which of bf16, TF32, FP8 and FP4 the oldest working GPU supports. It is a warning if bf16 is
-    not supported.
+    """Returns a check that lists which of bf16, TF32, FP8 and FP4 the oldest working GPU supports. It is a
+    warning if that GPU does not support bf16.
 
     Returns None if no GPU works.
     """

@@ -29,14 +29,16 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     if env.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         if cached:
             return Check(title, "ok", f"in the cache ({cached[0].parent}); HF_HUB_OFFLINE is set")
-        return failed(title, "not in the cache, and HF_HUB_OFFLINE is set", "unset it, or fetch the model first")
+        return failed(
+            title, "not in the cache, and HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE, or download the model first"
+        )
     endpoint = env.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, code = _ask(f"{endpoint}/{repository}/resolve/{revision or 'main'}/config.json", token, timeout_s)
     if status is None:
         unreachable = f"the Hub cannot be reached ({code})"
         if cached:
             return warning(title, f"{unreachable}; in the cache: {cached[0].parent}")
-        return failed(title, f"{unreachable}; not in the cache", "fetch the model where there is a network")
+        return failed(title, f"{unreachable}; not in the cache", "download the model on a machine with a network")
     if status < 400:
         return Check(title, "ok", f"can be read; {token_note}")
     finding, advice = _refusal(status, code, bool(token))
@@ -63,11 +65,11 @@ def _folder(title: str, folder: Path) -> Check:
     if not folder.is_dir():
         return failed(title, f"{folder} is not a folder", "name the folder with the model's config.json")
     try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type", "of no named type")
+        kind = json.loads((folder / "config.json").read_text()).get("model_type", "model_type is not set")
     except (OSError, ValueError, AttributeError) as problem:
         return failed(title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        return failed(title, f"{folder}: no weights (*.safetensors, *.bin)", "copy the whole model")
+        return failed(title, f"{folder}: no weights (*.safetensors, *.bin)", "copy the model's weights there too")
     return Check(title, "ok", f"{folder}: {kind}")
 
 
@@ -97,7 +99,7 @@ def _refusal(status: int, code: str, with_token: bool) -> tuple[str, str]:
     if status == 401:
         return "the token is not valid, or there is no such model (401)", "check the name; make a new token"
     if code == "EntryNotFound":
-        return f"the model has no config.json ({status})", "name a model of transformers"
+        return f"the model has no config.json ({status})", "name a model in the format of transformers"
     if code == "RevisionNotFound":
         return f"the model has no such revision ({status})", "see its branches and tags"
     if status == 404:

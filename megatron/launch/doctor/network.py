@@ -1,4 +1,4 @@
-"""Checks of ports, of other machines and of this machine's name."""
+"""Checks this machine's port and name, and whether other machines answer."""
 
 import errno
 import os
@@ -10,25 +10,25 @@ from megatron.launch.doctor.check import Check, failed, warning
 
 
 def port_check(port: int) -> Check:
-    """Checks that rank 0 could listen on this port."""
+    """Checks that rank 0 could listen on this TCP port."""
     title = f"port {port}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except PermissionError:
-            return failed(title, "may not be opened by this user", "choose one from 1024 on: master_port")
+            return failed(title, "may not be opened by this user", "set master_port to a port from 1024 on")
         except OSError as problem:
             if problem.errno != errno.EADDRINUSE:
-                return failed(title, f"cannot be opened: {problem.strerror}", "choose another: master_port")
+                return failed(title, f"cannot be opened: {problem.strerror}", "set master_port to another port")
             owner = _owner(port)
             holder = f"by {owner}" if owner else "by another process"
-            return failed(title, f"is taken {holder}", "choose another (master_port), or end that process")
+            return failed(title, f"is taken {holder}", "set master_port to another port, or end that process")
     return Check(title, "ok", "is free")
 
 
 def peer_check(peer: str, port: int, timeout_s: float = 3.0) -> Check:
-    """Checks that another machine accepts a connection.
+    """Checks that another machine accepts a TCP connection.
 
     peer: `host:port`, `[v6]:port`, or `host`.
     port: used if `peer` has none.
@@ -38,24 +38,28 @@ def peer_check(peer: str, port: int, timeout_s: float = 3.0) -> Check:
     try:
         address = str(socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as problem:
-        return failed(title, f"its name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS")
+        return failed(
+            title, f"this host name has no address ({problem.strerror})", "check the name, /etc/hosts and DNS"
+        )
     started = time.perf_counter()
     try:
         socket.create_connection((address, number), timeout_s).close()
     except ConnectionRefusedError:
-        finding = f"{address} answers and refuses: nothing listens at {number}"
-        advice = f"on that machine: start its part first, or `nc -l {number}`; or a firewall refuses"
+        finding = f"{address} refuses the connection: nothing listens at port {number}, or a firewall refuses"
+        advice = f"on that machine, first start the run, or `nc -l {number}` to try the port"
         return failed(title, finding, advice)
     except TimeoutError:
         finding = f"{address} does not answer within {timeout_s:g} s"
-        return failed(title, finding, "a firewall drops it, the machine is off, or the address is of another network")
+        return failed(
+            title, finding, "check that the machine is on and in the same network, and no firewall is between"
+        )
     except OSError as problem:
         return failed(title, f"{address}: {problem.strerror}", "check the address and the route to it")
     return Check(title, "ok", f"{address} answers after {1000 * (time.perf_counter() - started):.1f} ms")
 
 
 def hostname_check() -> Check:
-    """Checks that this machine's own name has an address. gloo and other machines look the name up."""
+    """Checks that this machine's host name has an address, because gloo and other machines look it up."""
     name = socket.gethostname()
     try:
         return Check("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
@@ -64,8 +68,8 @@ def hostname_check() -> Check:
 
 
 def split_address(peer: str, port: int) -> tuple[str, int]:
-    """Returns (host, port) of `host:port`; of a host alone with the given `port`. Raises ValueError for an
-    invalid port."""
+    """Splits `host:port` into (host, port). If `peer` is only a host, `port` is used. Raises ValueError for
+    an invalid port."""
     host, colon, number = peer.rpartition(":")
     if not colon or (":" in host and not host.startswith("[")):
         host, number = peer, str(port)
@@ -75,8 +79,8 @@ def split_address(peer: str, port: int) -> tuple[str, int]:
 
 
 def _owner(port: int) -> str | None:
-    """Returns the process that listens on the port, as `process 123 (python)`; None if this user cannot see
-    it. Linux only."""
+    """Returns the process that listens on the port, as `process 123 (python)`. Returns None if this user
+    cannot see the process, and outside Linux."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

@@ -1,4 +1,4 @@
-"""Python, torch, DeepSpeed and the optional packages."""
+"""Checks the installed Python, torch, DeepSpeed and optional packages."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from megatron.neox_arguments.validation.deepspeed_versions import FIX, TESTED, w
 PYTHON, TORCH = (3, 11), (2, 11)
 REQUIRED = ("numpy", "tokenizers", "PyYAML", "tqdm", "tensorboard", "matplotlib")
 OPTIONAL = {  # what each is for
-    "transformers": "checks of conversions, chat templates",
+    "transformers": "checks of converted models, chat templates",
     "huggingface_hub": "hf://",
     "datasets": "Parquet, Arrow, hub data",
     "sentencepiece": "SPMTokenizer",
@@ -28,8 +28,8 @@ OPTIONAL = {  # what each is for
     "s3fs": "save in S3",
     "starlette": "tools/serve.py",
 }
-# Only runs that name them need them; of trouble when they were compiled for another torch. Values: what shows
-# that one works.
+# Packages that only some runs need, and that fail if they were compiled for another torch. Values: statements
+# that fail if the package does not work.
 COMPILED = {
     "flash-attn": "import_compiled('flash_attn', 'flash_attn_func', 'flash_attn_varlen_func')",
     "transformer-engine": "import_compiled('transformer_engine.pytorch', 'DotProductAttention')",
@@ -81,15 +81,17 @@ def python_check(number: tuple[int, ...] = sys.version_info[:3], executable: str
 
 
 def torch_check(torch: Torch) -> Check:
-    """Checks that torch is installed, can be imported and is new enough. The text names the CUDA it was built
-    for."""
+    """Checks that torch is installed, can be imported and is new enough. The finding names the CUDA version
+    that torch was built for."""
     if torch.version is None:
         return failed("torch", "not installed", "make env, or bash setup_uv_env.sh (docs/install.md)")
     if torch.problem:
-        return failed("torch", f"{torch.version} cannot be imported: {torch.problem}", "install it again")
+        return failed(
+            "torch", f"{torch.version} cannot be imported: {torch.problem}", "install torch again (docs/install.md)"
+        )
     build = f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA")
     if tuple(map(int, re.findall(r"\d+", torch.version.partition("+")[0])))[:2] < TORCH:
-        return failed("torch", build, "2.11 or newer is needed")
+        return failed("torch", build, "torch 2.11 or newer is needed")
     return Check("torch", "ok", build)
 
 
@@ -104,8 +106,8 @@ def deepspeed_check(release: str | None) -> Check:
     if problem is not None:
         return failed("deepspeed", problem, FIX)
     if release.split("+")[0] != TESTED:
-        return warning("deepspeed", f"{release}: not known to be wrong, and not tested", FIX)
-    return Check("deepspeed", "ok", f"{release}, the release tested")
+        return warning("deepspeed", f"{release}: not tested here, and not known to compute wrong gradients", FIX)
+    return Check("deepspeed", "ok", f"{release}, the tested release")
 
 
 def packages_check() -> Check:
@@ -137,18 +139,20 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
     load = "from megatron.neox_arguments.optional_packages import import_compiled"
     for name, statement in COMPILED.items():
         number = find(name)
-        if number is None or not gpus:  # without a GPU they refuse to be imported at all
+        if number is None or not gpus:  # without a GPU these packages cannot be imported
             continue
         command = [sys.executable, "-c", f"{setup}; {load}; {statement}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:
-            checks.append(failed(name, f"{number}: importing it takes more than 60 s", "remove it"))
+            checks.append(
+                failed(name, f"{number}: importing it takes more than 60 s", "install it again, or uninstall it")
+            )
             continue
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             reason = reason.removeprefix("megatron.neox_arguments.optional_packages.PackageProblem: ")
-            checks.append(failed(name, f"{number}: {reason}", "compile it again for this torch, or remove it"))
+            checks.append(failed(name, f"{number}: {reason}", "compile it again for this torch, or uninstall it"))
         else:
             checks.append(Check(name, "ok", number))
     return checks
@@ -163,4 +167,4 @@ def arch_list_check() -> Check | None:
     if is_readable_arch_list(value):
         return None
     finding = f"{value!r}, which DeepSpeed's builder cannot read"
-    return warning("TORCH_CUDA_ARCH_LIST", finding, "deepy.py and train.py set the device's own, as 9.0")
+    return warning("TORCH_CUDA_ARCH_LIST", finding, "deepy.py and train.py replace it by the GPUs' own, such as 9.0")

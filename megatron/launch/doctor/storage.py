@@ -1,4 +1,4 @@
-"""Disks, shared memory and the limits of a process."""
+"""Checks disks, shared memory, and the limits of open files and locked memory."""
 
 import errno
 import os
@@ -20,11 +20,10 @@ _SLOW = 100 * MIB  # bytes a second
 def disk_check(
     title: str, folder: str | Path, num_bytes: int, label: str, statvfs: Callable[[str], Any] = os.statvfs
 ) -> Check:
-    """Checks that `num_bytes` can be written in a folder, and how fast. A folder that does not exist is
-    checked at its nearest parent.
+    """Checks that a folder has room for `num_bytes`, and how fast it can be written. If the folder does not
+    exist, its nearest parent is checked.
 
-    The file system reports the free space. A full quota is noticed only when a file of up to 64 MiB is
-    written.
+    The file system reports the free space. To notice a full quota too, a file of up to 64 MiB is written.
 
     title: name of the check.
     label: what needs `num_bytes`, in words.
@@ -37,16 +36,20 @@ def disk_check(
         return failed(title, f"{existing_folder} is a file", "name a folder")
     if not os.access(existing_folder, os.W_OK | os.X_OK):
         return failed(
-            title, f"{existing_folder} may not be written by this user", "name another folder, or see its rights"
+            title,
+            f"{existing_folder} may not be written by this user",
+            "name another folder, or change its permissions",
         )
     space = statvfs(str(existing_folder))
     free = space.f_bavail * space.f_frsize
     space_text = f"{folder}: {size(free)} free"
     if space.f_files and not space.f_favail:
-        return failed(title, f"{space_text}, no files left (inodes)", "delete files, or name another folder")
+        return failed(title, f"{space_text}, but no inodes for new files", "delete files, or name another folder")
     if free < num_bytes:
         return failed(
-            title, f"{space_text}, less than {label} of about {size(num_bytes)}", "make room, or name another folder"
+            title,
+            f"{space_text}, less than {label} needs (about {size(num_bytes)})",
+            "make room, or name another folder",
         )
     try:
         speed = _write(existing_folder)
@@ -56,14 +59,14 @@ def disk_check(
         return failed(title, f"{space_text}, but {reason}", "make room, or name another folder")
     space_text += f", {speed / MIB:.0f} MiB/s"
     if free < 2 * num_bytes:
-        return warning(title, space_text, f"enough for one of {label} (about {size(num_bytes)}), not for two")
+        return warning(title, space_text, f"has room for {label} (about {size(num_bytes)}), but not for two")
     if speed < _SLOW:
-        return warning(title, space_text, f"slow: {label} of {size(num_bytes)} takes {num_bytes / speed:.0f} s")
+        return warning(title, space_text, f"slow: writing {label} of {size(num_bytes)} takes {num_bytes / speed:.0f} s")
     return Check(title, "ok", space_text)
 
 
 def _write(folder: Path) -> float:
-    """Writes and syncs a temporary file. Returns the speed in bytes per second."""
+    """Writes and syncs a temporary file in `folder`. Returns the speed in bytes per second."""
     block, written = os.urandom(4 * MIB), 0
     file = folder / f".doctor-{secrets.token_hex(4)}"
     started = time.perf_counter()
@@ -78,8 +81,8 @@ def _write(folder: Path) -> float:
 
 
 def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] = os.statvfs) -> Check | None:
-    """Checks the free space of /dev/shm, through which ranks of a machine communicate. Containers have 64 MiB
-    by default.
+    """Checks the free space of /dev/shm, through which ranks of a machine communicate. In containers its
+    default is 64 MiB.
 
     Returns None if there is no such folder.
     """
@@ -95,7 +98,10 @@ def shared_memory_check(folder: str = "/dev/shm", statvfs: Callable[[str], Any] 
 
 
 def open_files_check(limits: tuple[int, int] | None = None) -> Check:
-    """Checks the limit of open files: every data file and every connection counts."""
+    """Checks the limit of open files, to which every data file and every connection counts.
+
+    limits: (soft, hard) limit; None: the limits of this process.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     limit_text = f"{_limit(soft)} (may be raised to {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < 4096:

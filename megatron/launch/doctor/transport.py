@@ -1,6 +1,6 @@
-"""Checks the transport of NCCL between machines.
+"""Checks which network NCCL would use between machines.
 
-TCP is 17 times slower than a fast network that the machine has."""
+On a machine with Slingshot, TCP is 17 times slower."""
 
 import os
 import re
@@ -57,7 +57,7 @@ def read_network() -> Network:
 
 def nccl_check(torch_nccl: Nccl | None, env: Mapping[str, str], loaded: Sequence[str]) -> Check:
     """Checks that this process has loaded the NCCL that a run needs. The doctor is started like a run, so
-    both load the same.
+    both load the same library.
 
     torch_nccl: torch's own NCCL.
     loaded: paths of the NCCL libraries that this process has loaded.
@@ -75,22 +75,22 @@ def nccl_check(torch_nccl: Nccl | None, env: Mapping[str, str], loaded: Sequence
             return failed("nccl", finding, preload)
     loaded_files = {Path(file).resolve() for file in loaded}
     if site is not None and site.file == choice.preload and site.file and Path(site.file).resolve() not in loaded_files:
-        return warning("nccl", f"{choice.description}, is not loaded", preload)
+        return warning("nccl", f"{choice.description}: this library is not loaded", preload)
     return Check("nccl", "ok", choice.description)
 
 
 def transport_check(env: Mapping[str, str], network: Network, several: bool = False) -> Check:
-    """Checks which network transport NCCL would choose here, from its environment variables, its plugins and
-    this machine's devices.
+    """Checks which network transport NCCL would choose on this machine, from environment variables, NCCL's
+    plugins and the machine's devices.
 
-    several: whether the run has several machines. TCP sockets are then a warning.
+    several: whether the run has several machines. If so, TCP sockets give a warning.
     """
     net, plugin = env.get("NCCL_NET"), env.get("NCCL_NET_PLUGIN")
     file = _plugin(plugin, network)
     provider = env.get("FI_PROVIDER")
     set_here = [f"{name}={env[name]}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN", "FI_PROVIDER") if env.get(name)]
     settings = f" ({', '.join(set_here)})" if set_here else ""
-    advice = "its folder belongs into LD_LIBRARY_PATH (module load)"
+    advice = "add the library's folder to LD_LIBRARY_PATH (module load)"
     if plugin not in (None, "none") and file is None:
         return failed("transport", f"NCCL_NET_PLUGIN={plugin}: no such library", advice)
     if net is not None and net not in _BUILT_IN and file is None:
@@ -114,13 +114,13 @@ def transport_check(env: Mapping[str, str], network: Network, several: bool = Fa
     if fast := [*network.slingshot, *network.infiniband]:
         return warning("transport", f"{tcp}, although {', '.join(fast)} is here", "unset NCCL_NET and NCCL_IB_DISABLE")
     if several:
-        return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run takes")
+        return warning("transport", tcp, "slow between machines; NCCL_DEBUG=INFO shows what a run uses")
     return Check("transport", "ok", f"{tcp}; within this machine shared memory and NVLink")
 
 
 def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> list[Check]:
-    """Returns a failed check for NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME if this machine has none of the
-    interfaces it names. Ranks could not connect."""
+    """Returns a failed check for NCCL_SOCKET_IFNAME, and for GLOO_SOCKET_IFNAME, if this machine has none of
+    the interfaces that the variable names. Ranks could then not connect."""
     checks = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = env.get(name, "")
@@ -138,8 +138,7 @@ def interface_checks(env: Mapping[str, str], interfaces: tuple[str, ...]) -> lis
 def _plugin(plugin: str | None, network: Network) -> str | None:
     """Returns the path of NCCL's network plugin; None without one.
 
-    plugin: NCCL_NET_PLUGIN: a name, a path or `none`. If unset, libnccl-net.so and libnccl-net-ofi.so are
-    looked for.
+    plugin: value of NCCL_NET_PLUGIN: a name, a path or `none`. None: libnccl-net.so, else libnccl-net-ofi.so.
     """
     if plugin == "none":
         return None

@@ -1,8 +1,9 @@
-"""Manifests for Kubernetes: one more way to render a run, for an operator of Kubeflow to start.
+"""Renders a run as Kubernetes manifests, which an operator of Kubeflow starts.
 
-`read_site` reads what a cluster has (`kubernetes/sites/*.yml`), `render` turns it and a run's configuration
-into documents, `as_yaml` into text. Nothing here talks to a cluster. In a pod `deepy.py` finds its place
-among the others by what the operator puts into its environment (`megatron.launch.manual_nodes`).
+`read_site` reads the description of a cluster (`kubernetes/sites/*.yml`). `render` turns it and a run's
+configuration into Kubernetes objects, and `as_yaml` turns an object into text. Nothing here talks to a
+cluster. In a pod, `deepy.py` learns the pod's index from environment variables that the operator sets
+(`megatron.launch.manual_nodes`).
 """
 
 from megatron.launch.kubernetes.config_files import pod_config

@@ -1,5 +1,8 @@
-"""The documents of a job: a namespace, claims, ConfigMaps, what monitoring reads, and the job itself for
-Kubeflow's Training Operator (PyTorchJob) or Trainer (TrainJob)."""
+"""Renders the Kubernetes objects of a job.
+
+They are a namespace, volume claims, ConfigMaps, a PodMonitor, and the job itself for Kubeflow's Training
+Operator (PyTorchJob) or Trainer (TrainJob).
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,24 +18,24 @@ Json = dict[str, Any]
 
 GRACE_S = 300  # from SIGTERM to SIGKILL: for the step to end and a checkpoint to be written
 _ENVIRONMENT_NOTE = """\
-# What is the same for all pods. The operator gives each pod MASTER_ADDR, MASTER_PORT and its place
-# (PyTorchJob: RANK and WORLD_SIZE; both: PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE), which come before
-# these; deepy.py gives each rank its RANK, LOCAL_RANK and WORLD_SIZE. None of those may stand here: every pod
-# would take itself for the same one.
+# Variables that are the same in all pods. The operator gives each pod MASTER_ADDR, MASTER_PORT and its index
+# (PyTorchJob: RANK and WORLD_SIZE; both: PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE), which win over the
+# variables here; deepy.py gives each rank its RANK, LOCAL_RANK and WORLD_SIZE. An index must not be set here:
+# all pods would have the same one.
 """
 _PYTORCHJOB_NOTE = """\
-# restartPolicy OnFailure starts a container that ended again, alone. When a pod is lost deepy.py ends the ranks of all
-# pods with an error, so all containers start again, meet again, and go on from the last checkpoint.
+# restartPolicy OnFailure restarts only the container that failed. When a pod is lost, deepy.py ends the ranks of all
+# pods with an error, so all containers restart, meet again, and resume from the last checkpoint.
 # backoffLimit counts the restarts of all containers.
 """
 _RUNTIME_NOTE = """\
-# A pod that ends with an error fails its job (backoffLimit 0), and the job set starts all pods anew (maxRestarts).
+# A pod that ends with an error fails its job (backoffLimit 0), and the job set restarts all pods (maxRestarts).
 """
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One Kubernetes object. body: its fields. note: comment lines above it."""
+    """One Kubernetes object. body: its fields. note: comment lines above it in the YAML file."""
 
     body: Mapping[str, Any]
     note: str = ""
@@ -65,7 +68,8 @@ def as_yaml(manifest: Manifest) -> str:
 
 
 def _manifest(version: str, kind: str, metadata: Json, note: str = "", **fields: Any) -> Manifest:
-    """Returns a Kubernetes object. fields: `spec` or `data`."""
+    """Returns a Kubernetes object. version: its apiVersion. note: comment lines above it. fields: `spec` or
+    `data`."""
     return Manifest({"apiVersion": version, "kind": kind, "metadata": metadata, **fields}, note)
 
 
@@ -76,7 +80,7 @@ def _claim(site: Site, name: str) -> Manifest:
     }
     if site.storage_class is not None:
         spec["storageClassName"] = site.storage_class
-    # Not labelled as the job's: it outlives it, and other jobs share it.
+    # Without the job's labels: the claim outlives the job, and other jobs share it.
     return _manifest("v1", "PersistentVolumeClaim", {"name": name, "namespace": site.namespace}, spec=spec)
 
 
@@ -84,7 +88,9 @@ def _pytorchjob(site: Site, config: PodConfig) -> list[Manifest]:
     def replica(count: int, scraped: bool) -> Json:
         container = _container_details(site, config, scraped)
         port = int(site.environment()["MASTER_PORT"])
-        container["ports"].append({"name": "pytorchjob-port", "containerPort": port})  # it makes MASTER_PORT of this
+        container["ports"].append(
+            {"name": "pytorchjob-port", "containerPort": port}
+        )  # the operator sets MASTER_PORT to it
         main: Json = {"name": "pytorch", "image": site.image}  # the name that the operator looks for
         main |= {"command": config.command, "resources": _resources(site), **container}
         metadata = _pod_metadata(site, config.metrics_port if scraped else None)
@@ -139,14 +145,14 @@ def _trainjob(site: Site, config: PodConfig) -> list[Manifest]:
 
 
 KINDS: Mapping[str, Callable[[Site, PodConfig], list[Manifest]]] = {"PyTorchJob": _pytorchjob, "TrainJob": _trainjob}
-"""Jobs by their kind: what is to be applied for one."""
+"""The kinds of job, each with the function that returns its Kubernetes objects."""
 
 
 def _pod_monitor(site: Site, config: PodConfig, kind: str, rank_0: Mapping[str, str]) -> list[Manifest]:
-    """Returns the PodMonitor for OpenShift's monitoring of user workloads, which ignores annotations; [] if
-    there are no metrics.
+    """Returns the PodMonitor by which OpenShift's monitoring of user workloads finds the metrics; [] if the
+    run serves none.
 
-    kind: the end of its name.
+    kind: the suffix of the PodMonitor's name.
     rank_0: labels of the pod that serves metrics.
     """
     if not config.metrics_port:
@@ -175,9 +181,9 @@ def _labels(site: Site) -> Json:
 
 
 def _pod_metadata(site: Site, scraped_port: int | None = None) -> Json:
-    """Returns labels and annotations of a pod.
+    """Returns the labels and annotations of a pod.
 
-    scraped_port: the metrics port, for a Prometheus that reads annotations; None: no such annotations.
+    scraped_port: the metrics port, which annotations tell Prometheus; None: no such annotations.
     """
     annotations = {"sidecar.istio.io/inject": "false"}  # its proxy would stand between the ranks
     if scraped_port is not None:
@@ -188,8 +194,8 @@ def _pod_metadata(site: Site, scraped_port: int | None = None) -> Json:
 
 
 def _pod_spec(site: Site, container: Json) -> Json:
-    """Returns the spec of a pod with this container. The cluster chooses the user id (OpenShift: a random
-    one)."""
+    """Returns the spec of a pod with this container. The spec sets no user id, so that the cluster chooses it
+    (OpenShift: at random)."""
     volumes: list[Json] = [
         *({"name": name, "persistentVolumeClaim": {"claimName": name}} for name in site.claims),
         {"name": "config", "configMap": {"name": _config_map(site)}},
@@ -213,7 +219,7 @@ def _container_details(site: Site, config: PodConfig, scraped: bool = True) -> J
 
     scraped: whether rank 0 may run in this container. Only then the metrics port is opened.
     """
-    # Port 0 lets the system choose, and nobody could say where to look.
+    # Port 0 lets the system choose a port, which nobody would know.
     has_port = config.metrics_port and scraped
     mounts: list[Json] = [
         *({"name": name, "mountPath": path} for name, path in site.volumes().items()),
@@ -230,7 +236,7 @@ def _container_details(site: Site, config: PodConfig, scraped: bool = True) -> J
 
 
 def _resources(site: Site) -> Json:
-    """Returns the resources that each pod requests. Its limits are the same."""
+    """Returns the resources of each pod: requests, and limits equal to them."""
     amounts = {"cpu": str(site.cpus), "memory": site.memory, site.gpu_resource: str(site.gpus)}
     return {"requests": amounts, "limits": dict(amounts)}
 
@@ -263,7 +269,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # kubectl's YAML takes 5e-5 for a number and y for true, which PyYAML does not: such text in quotes.
+    # kubectl's YAML reads 5e-5 as a number and y as true, PyYAML does not: such texts are quoted.
     unquoted = re.fullmatch(r"[A-Za-z/_-]{2}.*", text)
     return dumper.represent_scalar(
         "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None if unquoted else "'"

@@ -1,2 +1,2 @@
-"""For programs written for GPT-NeoX: its methods of `NeoXArgs`, its groups of keys, and a configuration to
-write to."""
+"""Supports programs written for GPT-NeoX: its methods of `NeoXArgs`, its key groups, a writable
+configuration."""

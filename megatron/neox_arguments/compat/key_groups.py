@@ -1,7 +1,8 @@
-"""GPT-NeoX's groups of keys by its names: `NeoXArgsTokenizer.tokenizer_type` is the default of that key.
+"""Provides GPT-NeoX's groups of keys by their names: `NeoXArgsTokenizer.tokenizer_type` is the key's default.
 
-Our groups (TokenizerKeys: "Tokenizer") are divided differently. Each class here declares every key that
-GPT-NeoX's class of that name declares, and the other keys of the same groups of ours.
+Our groups are divided differently: "Tokenizer" is the class TokenizerKeys. So each class here joins several
+of our groups. It declares every key that GPT-NeoX's class of the same name declares, and further keys of our
+groups.
 """
 
 import functools
@@ -33,7 +34,8 @@ _KEY_GROUPS: Mapping[str, tuple[str, ...]] = {
 def key_group(name: str, module: str) -> type:
     """Returns the dataclass of one of GPT-NeoX's key groups, such as `NeoXArgsModel`, built at first use.
 
-    module: name of the module whose `__getattr__` calls this. AttributeError for an unknown name quotes it.
+    module: name of the module whose `__getattr__` calls this function. Raises AttributeError, which names
+    this module, for an unknown name.
     """
     if name in _KEY_GROUPS:
         return _make_group(name)

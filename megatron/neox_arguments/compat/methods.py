@@ -10,8 +10,8 @@ from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of
 from megatron.neox_arguments.resolved import ARGS_FLAG, ResolvedArgs
 
-LAUNCHER_FLAG = "--no_local_rank"  # keeps DeepSpeed's launcher from adding a flag of its own to the script's
-# Keys that DeepSpeed's launcher has as flags of the same name: with a value, and without.
+LAUNCHER_FLAG = "--no_local_rank"  # keeps DeepSpeed's launcher from adding its own flag to the script's flags
+# Keys that are also flags of DeepSpeed's launcher: flags with a value, and flags without
 _RUNNER_FLAGS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_addr", "master_port", "launcher")
 _RUNNER_SWITCHES = ("force_multi", "no_ssh_check")
 
@@ -20,8 +20,8 @@ class GPTNeoXMethods(ResolvedArgs):
     """GPT-NeoX's constructors, which return a writable configuration, and its other methods."""
 
     mutable_class: ClassVar[Any]
-    """`compat.program.MutableNeoXArgs`, which sets this: it imports `NeoXArgs`, so this module cannot
-    import it."""
+    """The class `MutableNeoXArgs`. Its module `compat.program` sets this attribute, because it imports
+    `NeoXArgs`, so that this module cannot import it."""
 
     def __post_init__(self) -> None:
         missing = [name for name in keys_of(type(self)) if getattr(self, name) is REQUIRED]
@@ -32,14 +32,15 @@ class GPTNeoXMethods(ResolvedArgs):
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
     ) -> Any:
-        """Returns a `MutableNeoXArgs` from files; overwrite_values win over them. Raises ConfigError."""
+        """Returns a `MutableNeoXArgs` from YAML files; overwrite_values win over the files. Raises
+        ConfigError."""
         return cls.mutable_class.from_ymls(paths_to_yml_files, overwrite_values)
 
     @classmethod
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> Any:
         """Returns a `MutableNeoXArgs` from a command line of deepy.py, such as `train.py a.yml b.yml`.
 
-        input_args: the words of the command line; None: sys.argv. Raises ConfigError.
+        input_args: the words of the command line; None: from sys.argv. Raises ConfigError.
         """
         return cls.mutable_class.consume_deepy_args(input_args)
 
@@ -73,16 +74,17 @@ class GPTNeoXMethods(ResolvedArgs):
         return {name: thaw(value) for name, (value, default) in values.items() if value != default}
 
     def update_value(self, key: str, value: Any) -> NoReturn:
-        """Raises TypeError: a resolved configuration is never written to."""
+        """Raises TypeError, because a resolved configuration is read-only. The message names `replace`."""
         raise TypeError(f"a resolved NeoXArgs is read-only: write args = args.replace({key}={value!r}) for a new one")
 
     def configure_distributed_args(self) -> NoReturn:
-        """Raises TypeError: a resolved configuration is never written to."""
+        """Raises TypeError, because a resolved configuration is read-only. The message names `for_world`."""
         raise TypeError("a resolved NeoXArgs is read-only: write args = args.for_world(world_size) instead")
 
     @classmethod
     def validate_keys(cls) -> bool:
-        """Returns True if no two groups declare the same key; raises ValueError naming the key if two do."""
+        """Returns True if no two key groups declare the same key. Else raises ValueError, which names the
+        key."""
         owners: dict[str, str] = {}
         for base in cls.__mro__[1:]:
             for name in vars(base).get("__annotations__", {}):

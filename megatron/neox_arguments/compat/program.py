@@ -22,38 +22,41 @@ from megatron.neox_arguments.reading.command_line import ReadHFModel, parse_deep
 from megatron.neox_arguments.resolved import ARGS_FLAG
 from megatron.neox_arguments.validation.types import check_value, unknown
 
-# Keys that say what one process is: they stay on this object, as a configuration with them would differ by
-# rank.
+# Keys that describe one process. Only the writable object has them, because they differ by rank.
 PROCESS_KEYS = ("user_script", "rank", "local_rank")
 _OTHER_LAUNCHERS_WORLD_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 class MutableNeoXArgs:
-    """`NeoXArgs` with GPT-NeoX's interface: every key is a writable attribute.
+    """A configuration with GPT-NeoX's interface: every key is a writable attribute.
 
-    Sections are mappings as in the files, lists stay lists, and `isinstance(args, NeoXArgs)` holds. A write
-    checks name and type at once. `frozen()` checks values against each other and recomputes derived values,
-    as lr_decay_iters from train_iters. Properties and methods are those of the frozen object.
+    Sections are mappings as in the files, lists stay lists, and `isinstance(args, NeoXArgs)` holds. Each
+    write checks name and type at once. `frozen()` checks values against each other and recomputes derived
+    values, such as lr_decay_iters from train_iters. Other properties and methods are those of the frozen
+    object.
     """
 
     __dataclass_fields__ = NeoXArgs.__dataclass_fields__
     validate_keys = NeoXArgs.validate_keys
 
     def __init__(self, **values: Any) -> None:
-        """Resolves these keys, as `from_dict(values)` does. Raises ConfigError."""
+        """Resolves a configuration from keyword arguments, one for each key that is set. Raises
+        ConfigError."""
         resolved, process_values = _split_process_keys(values)
         self._set_values(load([], resolved, "program"), process_values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MutableNeoXArgs":
-        """Resolves a mapping of keys (dotted paths and dashes allowed). Raises ConfigError."""
+        """Resolves a mapping of keys (dotted paths and dashes allowed) into a configuration. Raises
+        ConfigError."""
         return cls(**values)
 
     @classmethod
     def from_ymls(
         cls, paths_to_yml_files: Sequence[str | Path], overwrite_values: Mapping[str, Any] | None = None
     ) -> "MutableNeoXArgs":
-        """Returns the configuration of these files; overwrite_values win over them. Raises ConfigError."""
+        """Returns the configuration of YAML files; overwrite_values win over the files. Raises
+        ConfigError."""
         values, process_values = _split_process_keys(overwrite_values)
         return cls._wrap(load(paths_to_yml_files, values, "overwrite_values"), process_values)
 
@@ -61,7 +64,7 @@ class MutableNeoXArgs:
     def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> "MutableNeoXArgs":
         """Returns the configuration of a command line of deepy.py, such as `train.py a.yml b.yml`.
 
-        input_args: the words of the command line; None: sys.argv. Raises ConfigError.
+        input_args: the words of the command line; None: from sys.argv. Raises ConfigError.
         """
         command = parse_deepy(input_args)
         return cls._wrap(command.args, {"user_script": command.user_script})
@@ -76,7 +79,7 @@ class MutableNeoXArgs:
         """
         words = list(sys.argv if input_args is None else input_args)
         if ARGS_FLAG not in words:
-            raise ConfigError([f"{ARGS_FLAG} FILE is not among the arguments: start this script by deepy.py"])
+            raise ConfigError([f"{ARGS_FLAG} FILE is missing in the arguments; start this script with deepy.py"])
         start = words.index(ARGS_FLAG)
         args = parse_script(words[start : start + 2], "train.py")
         values, process_values = _split_process_keys(overwrite_values)
@@ -131,14 +134,16 @@ class MutableNeoXArgs:
                 for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
             )
         except ValueError as cause:
-            raise ConfigError([f"environment variables RANK, LOCAL_RANK and WORLD_SIZE: {cause}"]) from None
+            raise ConfigError(
+                [f"environment variables RANK, LOCAL_RANK and WORLD_SIZE must be whole numbers: {cause}"]
+            ) from None
         process_values = {name: self.__dict__[name] for name in PROCESS_KEYS}
         self._set_values(self.frozen().for_world(world_size), process_values | {"rank": rank, "local_rank": local_rank})
 
     def frozen(self) -> NeoXArgs:
-        """Returns the resolved object with all changes, derived and validated again. Raises ConfigError.
+        """Returns the read-only `NeoXArgs` with all changes, derived and validated again. Raises ConfigError.
 
-        A key that was set to None holds its default.
+        A key that was set to None has its default there.
         """
         values = self._initial_values
         changed = {
@@ -149,11 +154,12 @@ class MutableNeoXArgs:
         return self._args.replace(**changed) if changed else self._args
 
     def get_deepspeed_main_args(self) -> list[str]:
-        """Returns arguments for DeepSpeed's launcher, which starts `user_script`, else train.py."""
+        """Returns the arguments with which DeepSpeed's launcher starts `user_script`, or train.py if that is
+        unset."""
         return self.frozen().get_deepspeed_main_args(self.user_script)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a property or method of the resolved object; Python calls this only for names that are no
+        """Returns a property or method of the frozen object. Python calls this only for names that are not
         keys."""
         # copy and pickle ask an object for names before its attributes exist, and a program may ask in the
         # middle of its changes: no name is resolved that is not declared.
@@ -162,9 +168,9 @@ class MutableNeoXArgs:
         return getattr(self.frozen(), name)
 
     def __eq__(self, right: object) -> bool:
-        """Returns whether every key resolves to the same value; origins are ignored.
+        """Returns whether every key resolves to the same value in both objects; origins are ignored.
 
-        Raises ConfigError as `frozen` does.
+        Raises ConfigError if one of them cannot be resolved.
         """
         if not isinstance(right, NeoXArgs):
             return NotImplemented
@@ -177,7 +183,8 @@ class MutableNeoXArgs:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Returns `NeoXArgs(...)` with the keys whose values are not their defaults."""
+        """Returns text such as `NeoXArgs(num_layers=2)`, with the keys whose values are not their
+        defaults."""
         values = ((name, self.__dict__.get(name), key.default) for name, key in keys_of(NeoXArgs).items())
         texts = (f"{name}={value!r}" for name, value, default in values if value != default and name != "config_files")
         return f"NeoXArgs({', '.join(texts)})"
@@ -209,15 +216,19 @@ def script_args(
     prog: str,
     read_hf_model: ReadHFModel | None = None,
 ) -> NeoXArgs:
-    """Returns the resolved configuration of a call `main(input_args, overwrite_values)` of a script.
+    """Returns the resolved configuration for a script's `main(input_args, overwrite_values)`.
 
-    input_args: words of its command line (None: sys.argv's), those of `get_deepspeed_main_args`, or a
-    configuration that a program made. prog: the script's name, for messages. Raises ConfigError.
+    input_args: words of the script's command line (None: from sys.argv), the words that
+    `get_deepspeed_main_args` returned, or a configuration that a program made.
+    overwrite_values: keys that win over these.
+    prog: the script's name, for messages.
+
+    Raises ConfigError.
     """
     if isinstance(input_args, NeoXArgs | MutableNeoXArgs):
         args = input_args.frozen()
     else:
-        if input_args is not None and LAUNCHER_FLAG in input_args:  # what stands before it is for the launcher
+        if input_args is not None and LAUNCHER_FLAG in input_args:  # words before it are the launcher's
             input_args = input_args[input_args.index(ARGS_FLAG) :]
         args = parse_script(input_args, prog, read_hf_model)
     return args.replace(**overwrite_values) if overwrite_values else args

@@ -1,1 +1,2 @@
-"""Every configuration key, in one file per subject, and tables of the names some keys accept."""
+"""Declares every configuration key, in one file per subject, and tables of the names that some keys
+accept."""

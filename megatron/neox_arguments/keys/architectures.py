@@ -1,6 +1,6 @@
-"""Keys of Transformer-Engine's layers, mixtures of experts and other architectures, some of them refused.
+"""Declares the keys of Transformer-Engine's layers, mixtures of experts, Mamba and other architectures.
 
-The refused keys belong to features of GPT-NeoX that are not built yet or were dropped.
+Some keys are refused: they belong to features of GPT-NeoX that were dropped or are not built yet.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
 
 @dataclass(frozen=True)
 class TransformerEngineKeys:
-    """Keys of Transformer-Engine's kernels, and of layers with its parameter names in checkpoints."""
+    """Configuration keys of Transformer-Engine's kernels, and of layers with its parameter names in
+    checkpoints."""
 
     te_backend: Literal["auto", "native", "transformer_engine"] = new_key(
         "auto",
@@ -36,7 +37,7 @@ class TransformerEngineKeys:
 
 @dataclass(frozen=True)
 class MoEKeys:
-    """Mixture of experts."""
+    """Configuration keys of mixtures of experts."""
 
     moe_num_experts: int = key(1, "Experts per feed-forward; 1: dense", ge=1)
     moe_expert_interval: int = key(1, "Every n-th block has experts, beginning with the first block", ge=1)
@@ -129,7 +130,7 @@ class MoEKeys:
 
 @dataclass(frozen=True)
 class MambaKeys:
-    """Mamba and Mamba 2, the blocks `mamba` and `mamba2` of attention_config."""
+    """Configuration keys of Mamba and Mamba 2, the blocks `mamba` and `mamba2` of attention_config."""
 
     mamba_selective_scan_fusion: bool = key(False, "Fused scan", no_effect=_MAMBA_KERNELS)
     mamba_causal_conv_fusion: bool = key(False, "Fused convolution", no_effect=_MAMBA_KERNELS)
@@ -180,7 +181,7 @@ class MambaKeys:
 
 @dataclass(frozen=True)
 class OtherArchitectureKeys:
-    """RWKV, gMLP and soft prompts."""
+    """Configuration keys of RWKV, gMLP and soft prompts, all of which a run refuses."""
 
     dim_att: int | None = key(None, "RWKV's attention width", refuse=_RWKV)
     head_size: int | None = key(None, "RWKV's head width", refuse=_RWKV)
@@ -191,7 +192,7 @@ class OtherArchitectureKeys:
 
 @dataclass(frozen=True)
 class MuPKeys:
-    """Maximal update parametrisation."""
+    """Configuration keys of the maximal update parametrisation (muP), which is not built yet."""
 
     use_mup: bool = key(False, "Maximal update parametrisation", not_built=_MUP)
     coord_check: bool = key(False, "Plot coordinate sizes over widths and end", not_built=_MUP)
@@ -202,4 +203,4 @@ class MuPKeys:
     mup_output_temp: float = key(1.0, "Multiplies output logits", not_built=_MUP, unread=_MUP_UNREAD)
     mup_embedding_mult: float = key(1.0, "Multiplies embeddings", not_built=_MUP)
     mup_rp_embedding_mult: float = key(1.0, "Multiplies relative positions", not_built=_MUP)
-    mup_width_scale: int = key(2, "Width of the delta model over the base model's", not_built=_MUP)
+    mup_width_scale: int = key(2, "Ratio of the delta model's width to the base model's", not_built=_MUP)

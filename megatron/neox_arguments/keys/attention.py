@@ -1,8 +1,7 @@
-"""The table of attention backends: values of `attention_backend` and what runs for them, in order of
-preference.
+"""Lists the attention backends in order of preference: values of `attention_backend` and the class of each.
 
-A new backend is an entry here and a class in megatron/model/attention. Every run imports the files named
-here, so a package that may be missing is imported where it is used.
+To add a backend, add an entry here and a class in megatron/model/attention. Every run imports the files named
+here, so such a file must import optional packages only where it uses them.
 """
 
 from typing import Literal, TypeAlias

@@ -1,4 +1,4 @@
-"""Keys of the data and of the tokenizer."""
+"""Declares the keys of the data and of the tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from megatron.neox_arguments.keys.sections import SeqCurriculum, WeightSchedule
 
 @dataclass(frozen=True)
 class DataKeys:
-    """The data sets of a run, how they are blended, and how documents become samples."""
+    """Configuration keys of a run's data sets, of how they are blended, and of how documents become
+    samples."""
 
     data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`")
     train_epochs: int | None = key(
@@ -31,8 +32,8 @@ class DataKeys:
     train_data_weights: tuple[float, ...] | None = key(
         None, "Share of samples from each of train_data_paths, in any unit; unset: equal"
     )
-    valid_data_weights: tuple[float, ...] | None = key(None, "As train_data_weights, of valid_data_paths")
-    test_data_weights: tuple[float, ...] | None = key(None, "As train_data_weights, of test_data_paths")
+    valid_data_weights: tuple[float, ...] | None = key(None, "Like train_data_weights, for valid_data_paths")
+    test_data_weights: tuple[float, ...] | None = key(None, "Like train_data_weights, for test_data_paths")
     weight_by_num_documents: bool = key(
         False,
         "Make the weights from document counts, proportional to (n / N) ^ weighted_sampler_alpha",
@@ -114,7 +115,7 @@ class DataKeys:
     )
     num_workers: int = key(2, "Data-loading processes per rank; 0: none", ge=0)
     char_level_ppl: bool = key(False, "Validation also reports the perplexity per character")
-    eod_mask_loss: bool = key(False, "No loss where the input token is end-of-document")
+    eod_mask_loss: bool = key(False, "Compute no loss at positions whose input token is end-of-document")
     loss_mask_token_ids: tuple[int | str, ...] | None = new_key(
         None,
         "Tokens never to train or validate on: labels with them have no loss. Each is an id, or the text of one token",
@@ -125,7 +126,7 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """The tokenizer."""
+    """Configuration keys of the tokenizer."""
 
     tokenizer_type: Literal[
         "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"

@@ -1,7 +1,7 @@
-"""Declares configuration keys: one typed line for each, with its default and its meaning.
+"""Defines how configuration keys are declared: one typed field for each, with its default and its meaning.
 
 `num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration.
-Type checks, documentation and dumps are all made from declarations. `resolved.ResolvedArgs` joins these
+Type checks, documentation and dumps are all made from declarations. `resolved.ResolvedArgs` joins all such
 dataclasses; `NeoXArgs` adds GPT-NeoX's methods, and is the class that all other code uses.
 """
 
@@ -38,31 +38,32 @@ class Key:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    no_effect: str | None = None  # accepted, changes no number; the reason
+    no_effect: str | None = None  # a run accepts the key, but it changes no number; the reason
     differs: str | None = None  # what GPT-NeoX does instead, and the key that brings it back
     refuse: str | None = None  # a run refuses anything but the default; the reason and the fix
     not_built: str | None = None  # a run refuses anything but the default: this feature is not built yet
-    refuse_values: Mapping[Any, str] = field(default_factory=dict)  # as refuse, of single values
-    not_built_values: Mapping[Any, str] = field(default_factory=dict)  # as not_built, of single values
+    refuse_values: Mapping[Any, str] = field(default_factory=dict)  # like refuse, for single values
+    not_built_values: Mapping[Any, str] = field(default_factory=dict)  # like not_built, for single values
     source: str = "upstream"  # who brought it: GPT-NeoX (upstream), its geodesic fork, or new here
     same_as: str | None = None  # GPT-NeoX makes it from this dotted key: a file may repeat it, not contradict it
-    unread: str | None = None  # GPT-NeoX declares it and reads it nowhere; what that means to its users' files here
+    unread: str | None = None  # GPT-NeoX never reads the key; what that means here for files of its users
     section: type | None = None  # a mapping whose sub-keys are declared by this dataclass
 
     @property
     def required(self) -> bool:
-        """Whether every configuration must set the key."""
+        """Returns whether every configuration must set the key."""
         return self.default is REQUIRED
 
     @property
     def bounds(self) -> str:
-        """The bounds in words, such as `at least 0 and less than 1`; "" without bounds."""
+        """Returns the key's bounds in words, such as `at least 0 and less than 1`; "" without bounds."""
         limits = ((self.ge, "at least"), (self.gt, "more than"), (self.le, "at most"), (self.lt, "less than"))
         return " and ".join(f"{text} {bound}" for bound, text in limits if bound is not None)
 
     @property
     def standing(self) -> str:
-        """Returns one of STANDINGS: whether a run honours the key, ignores it, or refuses it."""
+        """Returns one of STANDINGS, such as "no effect": whether a run honours the key, ignores it, or
+        refuses it."""
         if self.no_effect is not None:
             return "no effect"
         if self.differs is not None:
@@ -70,7 +71,7 @@ class Key:
         return "refused" if self.refuse is not None else "later" if self.not_built is not None else "honoured"
 
     def refusal(self, value: Any) -> str | None:
-        """Returns why a run refuses this value, None if it accepts it.
+        """Returns why a run refuses this value of the key; None if the run accepts it.
 
         Unset, empty and default values are accepted.
         """
@@ -92,14 +93,15 @@ class Key:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values that a key with a Literal type may have, () for any other key."""
+        """Returns the values that a key with a Literal type may have; () for any other key."""
         return tuple(v for member in union_members(self.type) for v in literal_values(member))
 
 
 def key(default: Any, meaning: str, **details: Any) -> Any:
-    """Declares a key; `details` are the other fields of `Key` (bounds, standing, section).
+    """Declares a key as a dataclass field. `details` are the other fields of `Key` (bounds, standing,
+    section).
 
-    A default of None means that null is allowed: the value is None, or resolving derives it.
+    A default of None means that the key may be unset: its value is then None, or is derived from other keys.
     """
     return field(default=default, metadata={"meaning": meaning, **details})
 
@@ -110,7 +112,7 @@ def new_key(default: Any, meaning: str, **details: Any) -> Any:
 
 
 def keys_of(declaration: type) -> Mapping[str, Key]:
-    """Returns every key that a dataclass and its bases declare, in order of declaration."""
+    """Returns every key that a dataclass and its bases declare, by name, in order of declaration."""
     return _keys_of(declaration)
 
 
@@ -126,12 +128,13 @@ def _keys_of(declaration: type) -> Mapping[str, Key]:
 
 
 def union_members(annotation: Any) -> tuple[Any, ...]:
-    """`int | None` -> (int, NoneType); anything else -> (itself,)."""
+    """Returns the members of a union type: `int | None` gives (int, NoneType). Any other type gives
+    (itself,)."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def literal_values(annotation: Any) -> tuple[Any, ...]:
-    """`Literal["a", "b"]` -> ("a", "b"); () for any other type."""
+    """Returns the values of a Literal type: `Literal["a", "b"]` gives ("a", "b"). Any other type gives ()."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Literal else ()

@@ -1,4 +1,4 @@
-"""Keys that GPT-NeoX hands to DeepSpeed, and keys it makes itself from others."""
+"""Declares the keys that GPT-NeoX passes to DeepSpeed, and the keys that it computes from other keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _STOPS = "the run stops at start; remove the key"
 
 @dataclass(frozen=True)
 class DeepspeedKeys:
-    """Keys that are passed on to DeepSpeed."""
+    """Configuration keys that GPT-NeoX passes on to DeepSpeed."""
 
     deepspeed: Literal[True, False] = key(
         True, "Train on DeepSpeed", refuse_values={False: "write engine: native instead"}
@@ -40,7 +40,9 @@ class DeepspeedKeys:
     curriculum_learning: Mapping[str, Any] | None = key(
         None, "Grow the sequence length while training", section=CurriculumLearning
     )
-    curriculum_seqlen: int = key(0, "Made by the curriculum", refuse="curriculum_learning sets it; remove it")
+    curriculum_seqlen: int = key(
+        0, "Current sequence length of the curriculum", refuse="curriculum_learning sets it; remove it"
+    )
     dump_state: bool = key(False, "Let DeepSpeed print its state at start")
     flops_profiler: Mapping[str, Any] | None = key(
         None,
@@ -54,7 +56,9 @@ class DeepspeedKeys:
         None, "DeepSpeed's learning-rate schedule", refuse="write lr_decay_style, warmup and min_lr instead"
     )
     activation_checkpointing: Mapping[str, Any] | None = key(
-        None, "DeepSpeed's section", refuse=_UNUSED.format("checkpoint_activations, checkpoint_in_cpu")
+        None,
+        "DeepSpeed's section of activation checkpointing",
+        refuse=_UNUSED.format("checkpoint_activations, checkpoint_in_cpu"),
     )
     tensorboard: Mapping[str, Any] | None = key(None, "DeepSpeed's monitor", refuse="write tensorboard_dir instead")
     wandb: Mapping[str, Any] | None = key(None, "DeepSpeed's monitor", refuse="write use_wandb instead")
@@ -62,7 +66,7 @@ class DeepspeedKeys:
         None, "DeepSpeed's monitor", refuse="metrics.jsonl in log_dir holds every value; remove it"
     )
     checkpoint: Mapping[str, Any] | None = key(
-        None, "DeepSpeed's section", refuse="checkpoints are written and checked by us; remove it"
+        None, "DeepSpeed's section of checkpoints", refuse="checkpoints are written and checked by us; remove it"
     )
     data_efficiency: Mapping[str, Any] | None = key(
         None, "DeepSpeed's data sampler", refuse="it needs DeepSpeed's own loader; use curriculum_learning"
@@ -84,7 +88,8 @@ class DeepspeedKeys:
 
 @dataclass(frozen=True)
 class MadeKeys:
-    """Keys of GPT-NeoX that are computed from other keys. A file may set them only to the computed value."""
+    """Configuration keys of GPT-NeoX that are computed from other keys. A file may set them only to the
+    computed value."""
 
     batch_size: int = key(None, "Samples of one forward pass", same_as="train_micro_batch_size_per_gpu", ge=1)
     clip_grad: float = key(1.0, "Largest gradient norm", same_as="gradient_clipping", ge=0, unread=_REPEATS)
@@ -103,9 +108,14 @@ class MadeKeys:
     zero_allgather_bucket_size: int = key(
         None, "ZeRO's allgather_bucket_size", same_as="zero_optimization.allgather_bucket_size", gt=0, unread=_REPEATS
     )
-    is_pipe_parallel: bool = key(False, "pipe_parallel_size is at least 1", no_effect="pipe_parallel_size decides")
+    is_pipe_parallel: bool = key(
+        False, "Whether pipe_parallel_size is at least 1", no_effect="pipe_parallel_size decides"
+    )
     dynamic_loss_scale: bool = key(
-        None, "fp16 without a fixed scale", no_effect="fp16.loss_scale decides", unread="GPT-NeoX ignores it too"
+        None,
+        "Whether fp16 has no fixed loss scale",
+        no_effect="fp16.loss_scale decides",
+        unread="GPT-NeoX ignores it too",
     )
     loss_scale: float | None = key(None, "Fixed loss scale", refuse=_UNUSED.format("fp16.loss_scale"), unread=_RENAMED)
     loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"), unread=_RENAMED)
@@ -114,11 +124,11 @@ class MadeKeys:
     global_num_gpus: int | None = key(None, "Ranks in all", no_effect="the started ranks are counted", ge=1)
     world_size: int | None = key(None, "Ranks in all", no_effect="the started ranks are counted")
     rank: int | None = key(None, "This rank", refuse="the launcher sets it; remove it")
-    local_rank: int | None = key(None, "This rank on its machine", refuse="the launcher sets it; remove it")
+    local_rank: int | None = key(None, "This rank's index on its machine", refuse="the launcher sets it; remove it")
     user_script: str | None = key(None, "Script to start", refuse="the command line says it; remove it")
     do_train: bool | None = key(None, "Whether there is training data", refuse="train_iters decides; remove it")
     do_valid: bool | None = key(None, "Whether there is validation", refuse="split and eval_iters decide; remove it")
-    do_test: bool | None = key(None, "Whether there is a test", refuse="split and eval_iters decide; remove it")
+    do_test: bool | None = key(None, "Whether there is a test set", refuse="split and eval_iters decide; remove it")
     config_files: Mapping[str, Any] = key(
         None, "Text of the files read, by file name", refuse="it is made from the files read; remove it"
     )
@@ -127,7 +137,8 @@ class MadeKeys:
 
 @dataclass(frozen=True)
 class DeadKeys:
-    """Keys that GPT-NeoX declares but that have no use any more. A run refuses or ignores them."""
+    """Configuration keys that GPT-NeoX declares but that have no use any more. A run refuses or ignores
+    them."""
 
     adlr_autoresume: bool = key(
         False, "NVIDIA's internal scheduler", refuse="a run resumes from `save` by itself; remove it", unread=_STOPS

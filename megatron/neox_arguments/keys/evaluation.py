@@ -1,4 +1,4 @@
-"""Keys of evaluation with lm-eval: of eval.py, and of training with `eval_tasks`."""
+"""Declares the keys of evaluation with lm-eval, by eval.py or during training (`eval_tasks`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class EvaluationKeys:
-    """Evaluation on tasks of lm-eval."""
+    """Configuration keys of evaluation on tasks of lm-eval."""
 
     eval_tasks: tuple[str, ...] | None = key(
         None,

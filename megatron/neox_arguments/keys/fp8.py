@@ -1,4 +1,4 @@
-"""Keys of FP8: by which recipe linear layers multiply 8-bit operands, and which of them do."""
+"""Declares the keys of FP8: which linear layers multiply 8-bit operands, and by which recipe."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,8 @@ _FP8_LINEARS = (
 
 @dataclass(frozen=True)
 class FP8Keys:
-    """FP8 products of linear layers; weights, gradients and checkpoints stay bf16 and fp32."""
+    """Configuration keys of FP8 products in linear layers. Weights, gradients and checkpoints stay in bf16
+    and fp32."""
 
     precision_fp8: Literal["auto", "off", "tensorwise", "rowwise", "mxfp8", "te"] = new_key(
         None,

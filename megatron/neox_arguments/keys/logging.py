@@ -1,4 +1,4 @@
-"""Keys of logs, trackers and text generation."""
+"""Declares the keys of logs, trackers and text generation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron.neox_arguments.keys.declaration import key, new_key
 
 @dataclass(frozen=True)
 class LoggingKeys:
-    """Keys of log lines, metrics and trackers."""
+    """Configuration keys of log lines, metrics and trackers."""
 
     log_dir: str | None = key(None, "Folder of each rank's output and metrics.jsonl; unset: `logs` in `save`")
     log_interval: int = key(100, "Iterations between log lines", ge=1)
@@ -20,7 +20,7 @@ class LoggingKeys:
     wandb_mode: Literal["online", "offline", "disabled"] | None = new_key(
         None, "Mode of the Weights & Biases run; unset: WANDB_MODE, else online"
     )
-    wandb_init_all_ranks: bool = key(False, "One run a rank, in one group")
+    wandb_init_all_ranks: bool = key(False, "Start one Weights & Biases run per rank, all in one group")
     wandb_project: str = key("neox", "Weights & Biases project")
     wandb_group: str | None = key(None, "Weights & Biases group", differs="GPT-NeoX adds a random suffix")
     wandb_run_name: str | None = key(None, "Weights & Biases run name")
@@ -43,15 +43,17 @@ class LoggingKeys:
     log_grad_pct_zeros: bool = key(False, "Log the share of zeros in each parameter's gradient")
     log_optimizer_states: bool = key(False, "Log the norms of the optimizer's states")
     log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale (McCandlish et al. 2018)")
-    gradient_noise_scale_n_batches: int = key(5, "Steps per estimate", ge=2)
-    gradient_noise_scale_cpu_offload: bool = key(False, "Keep its buffers in host memory")
+    gradient_noise_scale_n_batches: int = key(5, "Steps per estimate of the gradient noise scale", ge=2)
+    gradient_noise_scale_cpu_offload: bool = key(False, "Keep the buffers of the gradient noise scale in host memory")
     profile: bool = key(
         False, "Record a torch profiler trace of some iterations; without Python stacks with gloo (CPUs)"
     )
     profile_step_start: int = key(10, "The trace begins after this iteration", ge=0)
     profile_step_stop: int = key(12, "Last iteration of the trace", ge=1)
-    memory_profiling: bool = key(False, "Record a memory snapshot of those iterations")
-    memory_profiling_path: str | None = key(None, "Folder of the snapshots")
+    memory_profiling: bool = key(
+        False, "Record a memory snapshot of the iterations that profile_step_start and profile_step_stop give"
+    )
+    memory_profiling_path: str | None = key(None, "Folder of the snapshots of memory_profiling")
     profile_memory: int | None = new_key(
         None,
         "Split the memory peak of this iteration by use (weights, gradients, optimizer states, activations, "
@@ -62,12 +64,12 @@ class LoggingKeys:
 
 @dataclass(frozen=True)
 class TextgenKeys:
-    """Text generation."""
+    """Configuration keys of text generation."""
 
     text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute", "score"] = key(
         None,
         "Source of prompts. interactive: the terminal; unset: input-file if sample_input_file is set. score: "
-        "log-probability of each token of sample_input_file (JSON lines). precompute: those of the data sets, "
+        "log-probability of each token of sample_input_file (JSON lines). precompute: the same for the data sets, "
         "written beside them (precompute_model_name)",
     )
     return_logits: bool = key(False, "Write the logits of generated tokens too", not_built="writing logits")
@@ -84,8 +86,8 @@ class TextgenKeys:
     repetition_penalty: float = new_key(
         1.0, "For tokens already in the text, divide positive and multiply negative logits by this; 1: off", gt=0
     )
-    frequency_penalty: float = new_key(0.0, "Subtracted from a token's logit once per generated occurrence; 0: off")
-    presence_penalty: float = new_key(0.0, "Subtracted from the logits of generated tokens; 0: off")
+    frequency_penalty: float = new_key(0.0, "Subtract this from a token's logit once per generated occurrence; 0: off")
+    presence_penalty: float = new_key(0.0, "Subtract this from the logits of tokens already generated; 0: off")
     stop_strings: tuple[str, ...] = new_key((), "End the text before the first of these")
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
     prompt_end: str = key("\n", "Separates prompts in the input file, and ends one at the terminal")
@@ -105,7 +107,7 @@ class TextgenKeys:
         False,
         "text_gen_type interactive, demo_prompts: treat prompts as a user's turns, through the chat template",
     )
-    system_prompt_file: str | None = new_key(None, "File with the system prompt of such a conversation")
+    system_prompt_file: str | None = new_key(None, "File with the system prompt of conversations (chat: true)")
     demo_prompts: str | None = new_key(
         None,
         "Training: file of prompts, one text per line, or .jsonl with `prompt` or `messages`. They are answered "

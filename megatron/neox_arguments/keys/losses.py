@@ -1,7 +1,8 @@
-"""Entries of the tables of losses, which kinds of training declare beside their keys.
+"""Defines the entries of the tables of losses. Each kind of training declares such a table in its
+`declaration.py`.
 
 The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from
-these tables. A new loss is an entry of its kind's table and a function.
+these tables. To add a loss, add an entry to the table of its kind of training, and a function.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +13,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of the table.
+    """A loss, as an entry of a table of losses.
 
-    function: where it is defined, MODULE.NAME below the package `megatron`.
+    function: the function that computes it, as MODULE.NAME inside the package `megatron`.
     options: keys that this loss reads. A run may set them only if one of its losses reads them.
     needs_reference: whether the loss needs a reference model's log-probabilities of the answers.
-    needs_step_baselines: whether examples are compared with values of all examples of the optimizer step.
+    needs_step_baselines: whether the loss compares each example with all examples of the optimizer step.
     """
 
     function: str
@@ -26,22 +27,23 @@ class Loss:
     needs_step_baselines: bool = False
 
     def load_function(self) -> Callable[..., Any]:
-        """Returns the function."""
+        """Imports and returns the function that computes the loss."""
         module, _, name = self.function.rpartition(".")
         return getattr(import_module("megatron." + module), name)  # an f-string would seem to import all of it
 
 
 @dataclass(frozen=True)
 class TrainImpl:
-    """A value of `train_impl`.
+    """A value of the key `train_impl`, with its losses.
 
-    name: the value.
+    name: the value, such as "dpo".
     reads: the kind of its samples.
-    key: the key that names its losses; "" if it has none.
-    options: further keys that all its losses read. A run may set them only if its `train_impl` or one of its
-        losses lists them.
-    online: keys that its losses also read if the model writes the samples itself (`dataset_impl: online`).
-        Empty: the model cannot write them.
+    key: the configuration key that names its losses; "" if there is none.
+    losses: the losses that this key may name.
+    options: further keys that all these losses read. A run may set them only if its `train_impl` or one of
+        its losses lists them.
+    online: keys that the losses also read if the model writes the samples itself (`dataset_impl: online`).
+        Empty: the model cannot write the samples.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Keys that say what the model is, and in which precision it is computed."""
+"""Declares the keys of the model's shape and of its precision."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ _NORM_KERNEL = f"{_KERNEL}; apex: true takes apex's fused norms"
 
 @dataclass(frozen=True)
 class ModelKeys:
-    """The shape of the model: layers, heads, positions, norms, activations, initialisation."""
+    """Configuration keys of the model's shape: layers, heads, positions, norms, activations,
+    initialisation."""
 
     num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1, le=10_000)
     hidden_size: int = key(REQUIRED, "Width of the residual stream", ge=1)
@@ -45,7 +46,7 @@ class ModelKeys:
     max_position_embeddings: int = key(REQUIRED, "Longest sequence of the model; rows of learned positions", ge=1)
     intermediate_size: int | tuple[int, ...] | None = key(
         None,
-        "Inner width of the MLP, as given; a list: one per layer, repeated if shorter",
+        "Inner width of the MLP, used as written; a list: one per layer, repeated if shorter",
         ge=1,
         differs="GPT-NeoX takes 2/3 of it for gated activations: compat_ffn_width",
     )
@@ -54,14 +55,14 @@ class ModelKeys:
     )
     mlp_multiple_of: int = key(1, "Round an unset inner width up to a multiple of this", ge=1)
     compat_ffn_width: Literal["none", "upstream", "fork"] | None = new_key(
-        None, "Meaning of the width keys: as given (none), GPT-NeoX's (upstream) or its geodesic fork's"
+        None, "Meaning of intermediate_size: the width as written (none), GPT-NeoX's (upstream) or its geodesic fork's"
     )
     norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = key(
         "layernorm", "Kind of normalisation; te_*: under Transformer-Engine's names"
     )
     use_qk_layernorm: bool = key(False, "Normalise queries and keys: layernorm over all heads, rmsnorm over each head")
     qk_norm_per_head: bool = new_key(
-        False, "use_separate_qk_norms: normalise each head alone, with one weight for all, as Qwen 3"
+        False, "With use_separate_qk_norms: normalise each head alone, with one weight for all heads, as Qwen 3"
     )
     use_separate_qk_norms: bool = key(
         False,
@@ -87,9 +88,9 @@ class ModelKeys:
     pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = key(
         "learned", "Kind of position information; rpe: T5's buckets"
     )
-    opt_pos_emb_offset: int = key(0, "learned: rows of the table before position 0, as in OPT", ge=0)
-    rpe_num_buckets: int = key(32, "rpe: distinct distances", ge=2)
-    rpe_max_distance: int = key(128, "rpe: all distances from here on are equal", ge=2)
+    opt_pos_emb_offset: int = key(0, "With pos_emb learned: rows of the table before position 0, as in OPT", ge=0)
+    rpe_num_buckets: int = key(32, "With pos_emb rpe: number of buckets of distances", ge=2)
+    rpe_max_distance: int = key(128, "With pos_emb rpe: all distances from this one on share a bucket", ge=2)
     rope_scaling: Mapping[str, Any] | None = new_key(
         None, "Stretch rotary positions to longer sequences, with HuggingFace's names", section=RopeScaling
     )
@@ -97,7 +98,8 @@ class ModelKeys:
         None, "Base of the rotary frequencies in sliding_attention layers; rope_scaling then skips these layers", gt=0
     )
     no_rope_layers: tuple[int, ...] | None = new_key(
-        None, "rotary: 1 per layer with positions, 0 without; a shorter list repeats. As in SmolLM3"
+        None,
+        "rotary: a list of 1 (layer with positions) and 0 (layer without); a shorter list repeats. As in SmolLM3",
     )
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = new_key(
         None,
@@ -117,7 +119,9 @@ class ModelKeys:
         False,
         "Rotate neighbouring dimensions (0 and 1, 2 and 3, ...) instead of halves of a head; GPT-J, GLM 4, Cohere 2",
     )
-    query_pre_attn_scalar: float | None = new_key(None, "Divide attention logits by its root; unset: head_dim", gt=0)
+    query_pre_attn_scalar: float | None = new_key(
+        None, "Divide attention logits by the square root of this; unset: head_dim", gt=0
+    )
     attention_multiplier: float | None = new_key(
         None, "Multiply attention logits by this instead of dividing them, as Granite", gt=0
     )
@@ -257,7 +261,7 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class PrecisionKeys:
-    """In which precision the model is computed."""
+    """Configuration keys of the precision in which the model is computed."""
 
     precision: Literal["fp32", "fp16", "bfloat16"] = key(
         None, "Type of weights and activations; unset: by fp16, bf16, else fp32"

@@ -1,4 +1,4 @@
-"""Keys of what is done with a run beside training it: the Hub, reports, monitoring."""
+"""Declares the keys of a run's publication on the Hub, its report and its monitoring."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,8 @@ from megatron.neox_arguments.keys.declaration import new_key
 
 @dataclass(frozen=True)
 class OperationsKeys:
-    """Publishing a run's checkpoints, its report, and its numbers for a monitoring system."""
+    """Configuration keys for publishing a run's checkpoints, writing its report, and serving its metrics to a
+    monitoring system."""
 
     push_to_hub: bool = new_key(
         False,

@@ -1,5 +1,4 @@
-"""Keys that say how many processes there are, how they start, and how the model and the batch are split over
-them."""
+"""Declares the keys of how ranks are started, and of how the model and the batch are split over them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ _HOSTS = (
 
 @dataclass(frozen=True)
 class RunnerKeys:
-    """On which machines and devices a run is started, and by what."""
+    """Configuration keys of the machines, GPUs and launcher with which a run is started."""
 
     hostfile: str | None = key(
         None,
@@ -33,7 +32,7 @@ class RunnerKeys:
         differs="on one machine deepy.py starts the ranks itself, except with slurm and torchrun",
     )
     force_multi: bool = key(False, "Start through `launcher` even on one machine of a hostfile")
-    no_ssh_check: bool = key(False, "Do not try ssh first")
+    no_ssh_check: bool = key(False, "Do not check first whether ssh reaches the machines without a password")
     deepspeed_slurm: bool = key(False, "The same as `launcher: slurm`")
     deepspeed_mpi: bool = key(False, "The same as `launcher: openmpi`")
     comment: str | None = key(None, "Slurm's --comment")
@@ -63,7 +62,7 @@ class RunnerKeys:
 
 @dataclass(frozen=True)
 class ParallelKeys:
-    """Over how many ranks the model is split, and how."""
+    """Configuration keys of how the model is split over ranks."""
 
     engine: Literal["auto", "native", "deepspeed"] = new_key(
         "auto",
@@ -100,8 +99,8 @@ class ParallelKeys:
 
 @dataclass(frozen=True)
 class BatchKeys:
-    """The three batch sizes. Any two give the third once the data-parallel size is known
-    (`NeoXArgs.for_world`)."""
+    """Configuration keys of the three batch sizes. Any two give the third once the data-parallel size is
+    known (`NeoXArgs.for_world`)."""
 
     train_batch_size: int = key(None, "Samples per optimizer step over all ranks", ge=1)
     train_micro_batch_size_per_gpu: int = key(None, "Samples per forward pass of one data-parallel rank", ge=1)

@@ -1,4 +1,4 @@
-"""Keys that several kinds of post-training read: labels, pairs, the reference model."""
+"""Declares the keys that several kinds of post-training read: labels, pairs, the reference model."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -13,7 +13,8 @@ TextLoss: TypeAlias = Literal[tuple(train_impls()["normal"].losses)]  # type: ig
 
 @dataclass(frozen=True)
 class PostTrainingKeys:
-    """Fine-tuning and preference training: the kind of training, data, the reference model."""
+    """Configuration keys of fine-tuning and preference training: the kind of training, its data, the
+    reference model."""
 
     train_impl: Impl = key(
         "normal",
@@ -39,26 +40,26 @@ class PostTrainingKeys:
     pos_train_data_paths: Paths = key(None, "Prompts with chosen answers, the train set of dataset_impl: pairwise")
     neg_train_data_paths: Paths = key(None, "Prompts with rejected answers, the train set of dataset_impl: pairwise")
     pos_train_label_data_paths: Paths = key(
-        None, "Labels of these; unset: the common beginning of both answers is the prompt"
+        None, "Labels of pos_train_data_paths; unset: the common beginning of both answers is the prompt"
     )
     neg_train_label_data_paths: Paths = key(
-        None, "Labels of these; unset: the common beginning of both answers is the prompt"
+        None, "Labels of neg_train_data_paths; unset: the common beginning of both answers is the prompt"
     )
     pos_valid_data_paths: Paths = key(None, "Prompts with chosen answers, the valid set of dataset_impl: pairwise")
     neg_valid_data_paths: Paths = key(None, "Prompts with rejected answers, the valid set of dataset_impl: pairwise")
     pos_valid_label_data_paths: Paths = key(
-        None, "Labels of these; unset: the common beginning of both answers is the prompt"
+        None, "Labels of pos_valid_data_paths; unset: the common beginning of both answers is the prompt"
     )
     neg_valid_label_data_paths: Paths = key(
-        None, "Labels of these; unset: the common beginning of both answers is the prompt"
+        None, "Labels of neg_valid_data_paths; unset: the common beginning of both answers is the prompt"
     )
     pos_test_data_paths: Paths = key(None, "Prompts with chosen answers, the test set of dataset_impl: pairwise")
     neg_test_data_paths: Paths = key(None, "Prompts with rejected answers, the test set of dataset_impl: pairwise")
     pos_test_label_data_paths: Paths = key(
-        None, "Labels of these; unset: the common beginning of both answers is the prompt"
+        None, "Labels of pos_test_data_paths; unset: the common beginning of both answers is the prompt"
     )
     neg_test_label_data_paths: Paths = key(
-        None, "Labels of these; unset: the common beginning of both answers is the prompt"
+        None, "Labels of neg_test_data_paths; unset: the common beginning of both answers is the prompt"
     )
     max_length: int | None = new_key(
         None,

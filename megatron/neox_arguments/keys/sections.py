@@ -1,4 +1,4 @@
-"""The sub-keys of the keys that are mappings: optimizer, zero_optimization, fp16, bf16, data_types."""
+"""Declares the sub-keys of keys that are mappings, such as optimizer, zero_optimization and fp16."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _BF16_SCALE = "bf16 needs no loss scale"
 
 @dataclass(frozen=True)
 class OptimizerParams:
-    """The sub-keys of `optimizer.params`."""
+    """The sub-keys of the configuration key `optimizer.params`."""
 
     lr: float = key(1e-3, "Peak learning rate", ge=0)
     betas: tuple[float, ...] = key(None, "Adam, AdamW, Lion: decay rates; [0.9, 0.999] when unset, Lion [0.9, 0.99]")
@@ -33,14 +33,14 @@ class OptimizerParams:
         "Muon: peak learning rate for the parameters under AdamW (all but matrices of blocks); lr when unset",
         ge=0,
     )
-    weight_decay: float = key(None, "DeepSpeed's place for weight_decay", ge=0)
+    weight_decay: float = key(None, "The same as the key weight_decay, where DeepSpeed's files have it", ge=0)
     freeze_step: int = key(400, "OneBitAdam's", no_effect="the other optimizers have no such phase")
     cuda_aware: bool = key(False, "OneBitAdam's", no_effect="the other optimizers send nothing themselves")
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The sub-keys of `optimizer`."""
+    """The sub-keys of the configuration key `optimizer`."""
 
     type: Literal[
         "Adam", "AdamW", "SGD", "Lion", "Muon", "CPU_Adam", "CPU_Torch_Adam", "OneBitAdam", "SM3", "madgrad_wd"
@@ -58,14 +58,14 @@ class Optimizer:
 
 _DEVICE: dict[str, Any] = {
     "default": "none",
-    "meaning": "Device to keep it on",
+    "meaning": "Device that holds what is offloaded",
     "refuse_values": {"nvme": "checkpoints would lack the parts on disk; write cpu"},
 }
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """The sub-keys of `trainable`."""
+    """The sub-keys of the configuration key `trainable`."""
 
     last_layers: int = key(0, "Train this many of the last blocks", ge=0)
     head: bool = key(False, "Train the output layer; if tied, this is the embedding's weight")
@@ -83,7 +83,7 @@ class Trainable:
 
 @dataclass(frozen=True)
 class Lora:
-    """The sub-keys of `lora`, with the meanings of peft's LoraConfig."""
+    """The sub-keys of the configuration key `lora`, with the meanings of peft's LoraConfig."""
 
     r: int = key(8, "Rank", ge=1)
     alpha: float = key(8, "lora_alpha: adapter output is multiplied by alpha / r", gt=0)
@@ -131,7 +131,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class OffloadOptimizer:
-    """The sub-keys of `zero_optimization.offload_optimizer`."""
+    """The sub-keys of the configuration key `zero_optimization.offload_optimizer`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory")
@@ -145,7 +145,7 @@ class OffloadOptimizer:
 
 @dataclass(frozen=True)
 class OffloadParam:
-    """The sub-keys of `zero_optimization.offload_param`."""
+    """The sub-keys of the configuration key `zero_optimization.offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
     pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory")
@@ -157,7 +157,7 @@ class OffloadParam:
 
 @dataclass(frozen=True)
 class ZeroOptimization:
-    """The sub-keys of `zero_optimization`."""
+    """The sub-keys of the configuration key `zero_optimization`."""
 
     stage: int = key(
         0, "Sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 +gradients, 3 +weights", ge=0, le=3
@@ -186,10 +186,16 @@ class ZeroOptimization:
         None, "Stage 3: most elements of small parameters to keep gathered", ge=0
     )
     ignore_unused_parameters: bool = key(True, "Stage 2: allow unused weights", no_effect=_ALL_USED)
-    memory_efficient_linear: bool = key(True, "Stage 3: DeepSpeed's linear", no_effect="linears are ours")
-    stage3_gather_16bit_weights_on_model_save: bool = key(False, "Stage 3: DeepSpeed's save", no_effect=_FULL_WEIGHTS)
-    stage3_gather_fp16_weights_on_model_save: bool = key(False, "Old name of the former", no_effect=_FULL_WEIGHTS)
-    elastic_checkpoint: bool = key(False, "DeepSpeed's save", no_effect=_FULL_WEIGHTS)
+    memory_efficient_linear: bool = key(True, "Stage 3: use DeepSpeed's linear", no_effect="linears are ours")
+    stage3_gather_16bit_weights_on_model_save: bool = key(
+        False, "Stage 3: gather full weights when DeepSpeed saves", no_effect=_FULL_WEIGHTS
+    )
+    stage3_gather_fp16_weights_on_model_save: bool = key(
+        False, "Old name of stage3_gather_16bit_weights_on_model_save", no_effect=_FULL_WEIGHTS
+    )
+    elastic_checkpoint: bool = key(
+        False, "Let DeepSpeed load a checkpoint on another number of ranks", no_effect=_FULL_WEIGHTS
+    )
     zero_quantized_weights: bool = key(False, "ZeRO++", refuse=_QUANTIZED)
     zero_quantized_gradients: bool = key(False, "ZeRO++", refuse=_QUANTIZED)
     sub_group_size: int = key(1_000_000_000, "Stage 3: parameters updated at once", gt=0)
@@ -209,7 +215,7 @@ class ZeroOptimization:
 
 @dataclass(frozen=True)
 class Fp16:
-    """The sub-keys of `fp16`."""
+    """The sub-keys of the configuration key `fp16`."""
 
     enabled: bool = key(None, "Train in fp16; true when `precision: fp16`")
     fp16: bool = key(True, "Written by many GPT-NeoX files", no_effect="`enabled` decides")
@@ -225,7 +231,7 @@ class Fp16:
 
 @dataclass(frozen=True)
 class Bf16:
-    """The sub-keys of `bf16`."""
+    """The sub-keys of the configuration key `bf16`."""
 
     enabled: bool = key(None, "Train in bf16; true when `precision: bfloat16`")
     bf16: bool = key(True, "Written by some GPT-NeoX files", no_effect="`enabled` decides")
@@ -239,30 +245,30 @@ class Bf16:
 
 @dataclass(frozen=True)
 class DataTypes:
-    """The sub-keys of `data_types`."""
+    """The sub-keys of the configuration key `data_types`."""
 
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = key(
         "fp32",
-        "Type gradients are summed in",
+        "Number type in which gradients are summed",
         no_effect="gradients are summed in fp32, in which small terms are not lost",
     )
 
 
 @dataclass(frozen=True)
 class CurriculumSchedule:
-    """The sub-keys of `curriculum_learning.schedule_config`."""
+    """The sub-keys of the configuration key `curriculum_learning.schedule_config`."""
 
     total_curriculum_step: int = key(None, "fixed_linear, fixed_root: iterations until max_difficulty", gt=0)
     difficulty_step: int = key(None, "fixed_linear, fixed_root: lengths are multiples of this", gt=0)
     root_degree: int = key(None, "fixed_root: degree of the root", gt=0)
     difficulty: tuple[int, ...] = key(None, "fixed_discrete: the lengths, in tokens")
-    max_step: tuple[int, ...] = key(None, "fixed_discrete: last iteration of each length but the last")
+    max_step: tuple[int, ...] = key(None, "fixed_discrete: last iteration of each length, without the last length")
 
 
 @dataclass(frozen=True)
 class CurriculumLearning:
-    """The sub-keys of `curriculum_learning`, with the names and formulas of DeepSpeed's legacy curriculum
-    learning."""
+    """The sub-keys of the configuration key `curriculum_learning`, with the names and formulas of DeepSpeed's
+    legacy curriculum learning."""
 
     enabled: bool = key(False, "Train on shorter sequences first")
     curriculum_type: Literal["seqlen"] = key("seqlen", "The growing quantity: the length of sequences")
@@ -276,7 +282,7 @@ class CurriculumLearning:
 
 @dataclass(frozen=True)
 class SeqCurriculum:
-    """The sub-keys of `seq_curriculum`."""
+    """The sub-keys of the configuration key `seq_curriculum`."""
 
     seq_len: tuple[int, ...] = key(REQUIRED, "Lengths of the phases; each divides seq_length")
     until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
@@ -284,7 +290,7 @@ class SeqCurriculum:
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """The sub-keys of `train_data_weight_schedule`."""
+    """The sub-keys of the configuration key `train_data_weight_schedule`."""
 
     weights: tuple[tuple[float, ...], ...] = key(REQUIRED, "Weights of train_data_paths in each phase; 0: not drawn")
     until: tuple[int, ...] = key(REQUIRED, "Last iteration of each phase but the last")
@@ -292,7 +298,7 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class CommsLogger:
-    """The sub-keys of `comms_logger`."""
+    """The sub-keys of the configuration key `comms_logger`."""
 
     enabled: bool = key(False, "Record collectives")
     verbose: bool = key(False, "Print every collective")
@@ -303,13 +309,17 @@ class CommsLogger:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The sub-keys of `rope_scaling`, by HuggingFace's names."""
+    """The sub-keys of the configuration key `rope_scaling`, by HuggingFace's names."""
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = key(
         REQUIRED, "Method that stretches rotary positions to longer sequences"
     )
-    factor: float = key(None, "How much longer sequences become; longrope: by max_position_embeddings", ge=1)
-    original_max_position_embeddings: int = key(None, "Length the model was trained at first", ge=1)
+    factor: float = key(
+        None, "Factor by which sequences become longer; longrope: derived from max_position_embeddings", ge=1
+    )
+    original_max_position_embeddings: int = key(
+        None, "Sequence length with which the model was trained before stretching", ge=1
+    )
     low_freq_factor: float = key(
         None, "llama3: waves longer than original_max_position_embeddings / this are stretched by factor", gt=0
     )

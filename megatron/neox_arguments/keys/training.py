@@ -1,4 +1,4 @@
-"""Keys of the optimizer, the learning-rate schedule, the training loop and its checkpoints."""
+"""Declares the keys of the optimizer, the learning-rate schedule, the training loop and its checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from megatron.neox_arguments.keys.sections import Optimizer
 
 @dataclass(frozen=True)
 class OptimizerKeys:
-    """The optimizer and the learning-rate schedule."""
+    """Configuration keys of the optimizer and the learning-rate schedule."""
 
     optimizer: Mapping[str, Any] = key(None, "Optimizer; unset: Adam with lr 0.001", section=Optimizer)
     use_bnb_optimizer: bool = key(False, "Adam, AdamW: keep moments in 8 bits (needs bitsandbytes)")
@@ -60,7 +60,8 @@ class OptimizerKeys:
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    """The training loop: how long, when to validate and stop, what is recomputed."""
+    """Configuration keys of the training loop: its length, when to validate and stop, and which activations
+    to recompute."""
 
     train_iters: int = key(None, "Optimizer steps of the run", ge=1, le=10**9)
     seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
@@ -106,7 +107,9 @@ class TrainingKeys:
     )
     checkpoint_in_cpu: bool = key(False, "Keep the inputs of recomputed blocks in host memory")
     contiguous_checkpointing: bool = key(
-        False, "Keep those inputs in one buffer", no_effect="the allocator does not fragment from them"
+        False,
+        "Keep the inputs of recomputed blocks in one buffer",
+        no_effect="the allocator does not fragment from them",
     )
     deepspeed_activation_checkpointing: bool = key(
         True, "Recompute through DeepSpeed", no_effect="torch's checkpoint does it"
@@ -124,7 +127,7 @@ class TrainingKeys:
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """Keys of saving checkpoints and of loading one at the start."""
+    """Configuration keys of saving checkpoints and of loading one at the start."""
 
     save: str | None = key(None, "Folder to write checkpoints to; also s3://BUCKET/FOLDER and any other fsspec URL")
     load: str | None = key(
@@ -138,7 +141,7 @@ class CheckpointKeys:
     checkpoint_scale: Literal["linear", "log"] = key(
         "linear", "linear: save every checkpoint_factor iterations; log: at its powers (1, factor, factor^2, ...)"
     )
-    checkpoint_factor: int | float | None = key(None, "See checkpoint_scale", gt=0)
+    checkpoint_factor: int | float | None = key(None, "Interval or factor between saves: see checkpoint_scale", gt=0)
     save_interval_in_mins: float | None = new_key(None, "Also save every so many minutes", gt=0)
     extra_save_iters: tuple[int, ...] | None = key(None, "Further iterations to save at; 0 is the start")
     async_save: bool = new_key(True, "Write checkpoints in the background, from a copy in host memory")
@@ -177,7 +180,7 @@ class CheckpointKeys:
     )
     compat_no_save_optim: bool = new_key(
         False,
-        "The effect of no_save_optim: small checkpoints without optimizer state; resume from them with "
+        "Do what no_save_optim says: save small checkpoints without optimizer state; resume from them with "
         "no_load_optim: true",
     )
     no_save_rng: bool = key(False, "Checkpoints without the states of the random number generators")

@@ -1,7 +1,7 @@
-"""Under which names weights can be written: the kinds, which commands offer before anything reads a
+"""Lists the naming schemes with which commands can write weights, for commands that have not read a
 checkpoint.
 
-What is called how in each is the knowledge of `megatron.checkpointing.parameter_names`.
+`megatron.checkpointing.parameter_names` knows the parameter names of each scheme.
 """
 
 WEIGHT_NAMINGS = {

@@ -1,1 +1,1 @@
-"""From YAML files, `key=value` overrides and the command line to values with their file and line."""
+"""Reads YAML files, `key=value` overrides and command lines, and records the file and line of each value."""

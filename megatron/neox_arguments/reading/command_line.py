@@ -38,25 +38,33 @@ examples:
 """
 # Flags of GPT-NeoX that set the key of the same name; they win over files.
 _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
-    (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hosts and their slots"}),
+    (("-H", "--hostfile"), "hostfile", {"metavar": "FILE", "help": "hostfile with hosts and their slots"}),
     (("--include",), "include", {"metavar": "DEVICES", "help": "devices to use, as in localhost:2,3"}),
     (("--exclude",), "exclude", {"metavar": "DEVICES", "help": "devices not to use, as in localhost:0"}),
     (("--num_gpus", "--num-gpus"), "num_gpus", {"metavar": "N", "type": int, "help": "ranks on each machine"}),
     (("--num_nodes", "--num-nodes"), "num_nodes", {"metavar": "N", "type": int, "help": "machines"}),
     (("--master_addr", "--master-addr"), "master_addr", {"metavar": "IP", "help": "address of the first machine"}),
-    (("--master_port", "--master-port"), "master_port", {"metavar": "N", "type": int, "help": "port to meet at"}),
-    (("--launcher",), "launcher", {"metavar": "NAME", "help": "pdsh, openmpi, mvapich, slurm or torchrun"}),
-    (("--max-restarts", "--max_restarts"), "max_restarts", {"metavar": "N", "type": int, "help": "after failures"}),
-    (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
-    (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
-    (("--adapter",), "adapter", {"metavar": "PATH[=WEIGHT]", "action": "append", "help": "not training: see the key"}),
-    (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),
-    (("--host", "--serve_host"), "serve_host", {"metavar": "ADDRESS", "help": "serving: where to listen"}),
-    (("--port", "--serve_port"), "serve_port", {"metavar": "N", "type": int, "help": "serving: port"}),
+    (("--master_port", "--master-port"), "master_port", {"metavar": "N", "type": int, "help": "port where ranks meet"}),
+    (("--launcher",), "launcher", {"metavar": "NAME", "help": "one of pdsh, openmpi, mvapich, slurm, torchrun"}),
+    (
+        ("--max-restarts", "--max_restarts"),
+        "max_restarts",
+        {"metavar": "N", "type": int, "help": "restarts of a failed run"},
+    ),
+    (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: file of prompts"}),
+    (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: file to write"}),
+    (
+        ("--adapter",),
+        "adapter",
+        {"metavar": "PATH[=WEIGHT]", "action": "append", "help": "adapter; see --help-config adapter"},
+    ),
+    (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "iteration of the checkpoint to load"}),
+    (("--host", "--serve_host"), "serve_host", {"metavar": "ADDRESS", "help": "serving: address to listen at"}),
+    (("--port", "--serve_port"), "serve_port", {"metavar": "N", "type": int, "help": "serving: port to listen at"}),
     (
         ("--fp8",),
         "precision_fp8",
-        {"action": "store_const", "const": "auto", "help": "training: FP8, where the GPU has it"},
+        {"action": "store_const", "const": "auto", "help": "training: FP8 if the GPU supports it"},
     ),
     (("--no-fp8", "--no_fp8"), "precision_fp8", {"action": "store_const", "const": "off", "help": "training: no FP8"}),
     (
@@ -69,14 +77,22 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("--wandb_team",), "wandb_team", {"metavar": "NAME", "help": "Weights & Biases entity"}),
     (("--eval_tasks",), "eval_tasks", {"metavar": "TASK", "nargs": "+", "help": "evaluation tasks"}),
     (("--eval_results_prefix",), "eval_results_prefix", {"metavar": "NAME", "help": "prefix of result files"}),
-    (("--eval_limit",), "eval_limit", {"metavar": "N", "type": float, "help": "evaluation: documents of each task"}),
-    (("--eval_num_fewshot",), "eval_num_fewshot", {"metavar": "N", "type": int, "help": "evaluation: examples"}),
-    (("--eval_include_path",), "eval_include_path", {"metavar": "DIR", "nargs": "+", "help": "folders of own tasks"}),
+    (("--eval_limit",), "eval_limit", {"metavar": "N", "type": float, "help": "evaluation: documents per task"}),
+    (
+        ("--eval_num_fewshot",),
+        "eval_num_fewshot",
+        {"metavar": "N", "type": int, "help": "evaluation: examples per question"},
+    ),
+    (
+        ("--eval_include_path",),
+        "eval_include_path",
+        {"metavar": "DIR", "nargs": "+", "help": "folders with your own tasks"},
+    ),
     (("--eval_output_dir",), "eval_output_dir", {"metavar": "DIR", "help": "folder of result files"}),
     (
         ("--compare-hf", "--compare_hf"),
         "eval_compare_hf",
-        {"action": "store_const", "const": True, "help": "evaluation: lm-eval's hf backend beside ours"},
+        {"action": "store_const", "const": True, "help": "evaluation: also score with lm-eval's hf backend"},
     ),
 )
 
@@ -91,36 +107,36 @@ class DeepyCommand(NamedTuple):
     hosts: Sequence[str] = ()
     dry_run: bool = False
     words: Sequence[str] = ()
-    """The script, its files and flags as they were typed, without those that name hosts, devices and
-    ports."""
+    """The script, its files and its flags as they were typed, without flags for hosts, devices and ports."""
     presets: Sequence[str] = ()
-    """The presets among the configuration files: files that come with the package."""
+    """The configuration files that are presets, which come with the package."""
 
 
-# Keys whose flags differ from machine to machine when a person types a line on each.
+# Keys whose flags differ between machines if a command line is typed on each
 _MACHINE_KEYS = ("hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port")
 ReadHFModel = Callable[[str], Mapping[str, Any]]
-"""Returns the keys of a HuggingFace model, for `--hf-model`. Scripts import the reader and pass it."""
+"""A function that returns the configuration keys of a HuggingFace model, for the flag `--hf-model FOLDER`."""
 
 
 def parse_deepy(
     argv: Sequence[str] | None = None, read_hf_model: ReadHFModel | None = None, preset_root: Path | None = None
 ) -> DeepyCommand:
-    """Parses the command line of deepy.py (without its name; None: sys.argv's). Raises ConfigError.
+    """Parses the command line of deepy.py, and resolves the configuration it names. Raises ConfigError.
 
-    preset_root: folder of the presets, in which names are looked up if no such file exists.
+    argv: the words after `deepy.py`; None: from sys.argv. read_hf_model: reads the model of `--hf-model`.
+    preset_root: folder of the presets; a name is looked up there if it is not a file.
     """
     description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=read_hf_model is not None)
-    parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="which of num_nodes machines this is")
+    parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="index of this machine, from 0")
     parser.add_argument(
         "--hosts", metavar="HOST:0,1", nargs="+", default=(),
-        help="machines and their GPUs, or HOST=RANKS; with --dry-run: the line to type on each",
+        help="machines and their GPUs, or HOST=RANKS; with --dry-run: print the line to type on each machine",
     )  # fmt: skip
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true",
-        help="print what would be started, or what a run refuses of the configuration, and exit; "
-        "`deepy.py doctor CONF` looks at files and the machine too",
+        help="print the commands of the run, or the problems of the configuration, and exit; "
+        "`deepy.py doctor CONF` also checks files and the machine",
     )  # fmt: skip
     parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
@@ -173,10 +189,11 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
 
 
 def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFModel | None = None) -> NeoXArgs:
-    """Parses the command line of a script such as train.py (without its name) into a resolved configuration.
+    """Parses the command line of a script such as train.py into a resolved configuration.
 
-    Takes the files and flags of deepy.py, or `--neox-args FILE` as deepy.py writes it. With --print-config it
-    prints the configuration and exits. Raises ConfigError.
+    argv: the words after the script's name; None: from sys.argv. They are the files and flags that deepy.py
+    takes, or `--neox-args FILE` with a file that deepy.py wrote. With --print-config, prints the
+    configuration and exits. Raises ConfigError.
     """
     description = "Run on this rank; usually started by deepy.py or torchrun."
     parser = _parser(prog, _SCRIPT.format(prog=prog), description, with_model=read_hf_model is not None)
@@ -185,7 +202,7 @@ def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFMod
     assignments = _assignments(parsed, read_hf_model)
     has_files = bool(parsed.conf_file or parsed.hf_model)
     if (parsed.neox_args is None) != has_files:
-        raise ConfigError(["give configuration files or --neox-args FILE" + (", not both" if has_files else "")])
+        raise ConfigError(["name configuration files or --neox-args FILE" + (", not both" if has_files else "")])
     files, _ = files_of(parsed.conf_file, parsed.conf_dir)
     args = load_assignments(files, assignments) if has_files else _from_launcher(parsed, assignments)
     if parsed.print_config:
@@ -214,7 +231,8 @@ class _DiffConfig(argparse.Action):
 
 
 def _layers(text: str) -> list[str]:
-    """Splits `a.yml,b` into [a.yml, b.yml]; a folder gives the files in it."""
+    """Returns the files of one configuration: `a.yml,b` gives [a.yml, b.yml]; a folder gives its YAML and
+    JSON files."""
     if Path(text).is_dir():
         return [str(path) for path in sorted(Path(text).iterdir()) if path.suffix in SUFFIXES]
     return [file_name(name) for name in text.split(",")]
@@ -227,22 +245,25 @@ def _parser(
         prog=prog, description=description, epilog=examples,
     )  # fmt: skip
     if with_script:
-        parser.add_argument("user_script", help="script to start, as train.py or generate.py")
-    parser.add_argument("conf_file", nargs="*", help="configuration files, merged; a key may stand in one of them")
+        parser.add_argument("user_script", help="script to start, such as train.py or generate.py")
+    parser.add_argument("conf_file", nargs="*", help="configuration files to merge; each key in one of them only")
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the configuration files")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[],
-        help="override keys, last of all; dotted paths reach into sections, values are YAML, null removes",
+        help="override keys of all files; dotted paths reach into sections, values are YAML, null: the default",
     )  # fmt: skip
     if with_model:
-        parser.add_argument("--hf-model", metavar="DIR", help="a HuggingFace model: its keys and weights, over files")
+        parser.add_argument("--hf-model", metavar="DIR", help="HuggingFace model to load; its keys override the files")
     else:
         parser.set_defaults(hf_model=None)
     parser.add_argument("--print-config", action="store_true", help="print all values with their origins and exit")
-    parser.add_argument("--help-config", metavar="KEY", action=_HelpConfig, help="print what a key means and exit")
+    parser.add_argument(
+        "--help-config", metavar="KEY", action=_HelpConfig, help="explain a key, or keys such as 'lr_*', and exit"
+    )
     parser.add_argument(
         "--diff-config", metavar=("A", "B"), nargs=2, action=_DiffConfig,
-        help="print the values that differ between two runs and exit; files, or folders of configs in a checkpoint",
+        help="print the values that differ between two configurations and exit; each is a file, files joined by "
+        "commas, or the configs folder of a checkpoint",
     )  # fmt: skip
     for names, key, options in _FLAGS:
         parser.add_argument(*names, dest=key, **options)

@@ -1,6 +1,7 @@
-"""Reads a YAML file other than a configuration (a site, a pipeline, its gates), with the place of every key.
+"""Reads a YAML file that is not a run's configuration, such as a site or a pipeline, with the line of each
+key.
 
-The places serve checks against a declaration."""
+Checks of the values name these lines."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
 
 
 def read_declared(file: str | Path, origins: dict[str, str], problems: ErrorCollector) -> dict[str, Any]:
-    """Reads the mapping in a YAML file, and writes `FILE:LINE` of each dotted key into `origins`.
+    """Returns the mapping in a YAML file, and writes the place `FILE:LINE` of each dotted key into `origins`.
 
-    Names stay as they are written. Items of lists count from 0 (`stages.data.sources.0.url`). A key that is
-    set twice is added to `problems`. Raises ConfigError for a file that cannot be read as a mapping.
+    Dashes in names are kept. Items of lists count from 0 (`stages.data.sources.0.url`). A key that is set
+    twice is added to `problems`. Raises ConfigError for a file that cannot be read as a mapping.
     """
     try:
         loader = ConfigLoader(Path(file).expanduser().read_text(encoding="utf-8"))

@@ -14,15 +14,19 @@ from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
 
 _GIVE_WAY = ("seq_length", "tokenizer_type", "vocab_file")
-IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration of its model
+IMPORTED_MODEL_FILE = "hf_model.yml"  # file name of a configuration that an import from HuggingFace wrote
 
 
 @dataclass
 class RawConfig:
     """The merged files and overrides of a user, before they are checked and resolved.
 
-    It has values by key, origins by dotted path (`a.yml:12`), and the texts of the files. removed: dotted
-    paths that an override has set to null.
+    values: by key; sections are nested mappings.
+    origins: places such as `a.yml:12`, by dotted path.
+    config_files: texts of the files, by file name.
+    spellings: each key as the user wrote it, with dashes or underscores.
+    unread: files that could not be read in full.
+    removed: dotted paths that an override has set to null.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +38,8 @@ class RawConfig:
     removed: set[str] = field(default_factory=set)
 
     def assign(self, path: str, value: Any, origin: str) -> None:
-        """Sets the value at a dotted path. None removes it, so that the default applies again."""
+        """Sets the value at a dotted path. A value of None removes the key, so that its default applies
+        again."""
         *parents, last = (part.replace("-", "_") for part in path.split("."))
         (self.removed.add if value is None else self.removed.discard)(".".join([*parents, last]))
         target = self.values
@@ -43,7 +48,9 @@ class RawConfig:
             if inner is None and value is None:
                 return
             if inner is not None and not isinstance(inner, Mapping):
-                self.problems.append(f"{origin}: {path}: {parent} is not a mapping but {format_value(inner)}")
+                self.problems.append(
+                    f"{origin}: {path}: cannot be set, because {parent} is not a mapping but {format_value(inner)}"
+                )
                 return
             target[parent] = target = dict(inner or {})
         path = ".".join([*parents, last])
@@ -59,8 +66,8 @@ class RawConfig:
 def read_files(files: Sequence[str | Path]) -> RawConfig:
     """Merges files into one `RawConfig`.
 
-    Unreadable files, invalid YAML, and keys that are set twice are recorded as problems. One exception: later
-    files may override `seq_length` and the tokenizer of an imported model's file.
+    Unreadable files, invalid YAML, and keys that are set twice are recorded as problems. One exception: if a
+    file is hf_model.yml of an imported model, later files may override its `seq_length` and tokenizer.
     """
     config = RawConfig()
     for file in files:
@@ -92,7 +99,7 @@ def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -
     for text in overrides:
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
-            problems.append(f'{origin}: expected KEY=VALUE, got "{text}"; config files stand before {origin}')
+            problems.append(f'{origin}: expected KEY=VALUE, got "{text}"; write config files before {origin}')
             continue
         try:
             assignments.append((path.strip(), yaml.load(value, Loader=ConfigLoader), origin))
@@ -107,9 +114,10 @@ def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -
 def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> None:
     """Copies the keys of `deepspeed_config_file` into `config`, with that file as their origin.
 
-    is_key: whether a name is one of our keys; all other names go to deepspeed_extra_args. The value "auto"
-        (HuggingFace's) is skipped. A value that is also set elsewhere must be equal, unless an override sets
-        it or removes it (null).
+    is_key: whether a name is one of our keys; all other names go to deepspeed_extra_args.
+
+    HuggingFace's value "auto" is skipped. If a key is also set elsewhere, both values must be equal, unless
+    an override on the command line sets the key or removes it (null).
     """
     path = config.values.get("deepspeed_config_file")
     if not isinstance(path, str):
@@ -123,7 +131,7 @@ def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> N
 
 
 def _merge_value(config: RawConfig, path: str, value: Any, origins: Mapping[str, str]) -> None:
-    """Merges one value of a DeepSpeed file; sections are merged key by key."""
+    """Merges one value of a DeepSpeed file into `config`; sections are merged key by key."""
     if value == "auto" or path in config.removed:
         return
     current: Any = config.values
@@ -156,10 +164,10 @@ _MARKED = re.compile("\ue000(\\d+)\ue001")
 
 
 def _mark_references(text: str) -> tuple[str, list[str]]:
-    """Replaces each `${NAME}` by a mark, because its braces would end a YAML mapping.
+    """Replaces each `${NAME}` by a mark without braces, because YAML would read the braces as a mapping.
 
-    Returns (the text with marks, the replaced texts). If the text itself contains characters that marks
-    consist of, they are replaced by marks too.
+    Returns (the text with marks, the replaced texts in order). A mark consists of rare characters and a
+    number. If the text itself contains these characters, they are replaced by marks too.
     """
     references: list[str] = []
 
@@ -171,7 +179,7 @@ def _mark_references(text: str) -> tuple[str, list[str]]:
 
 
 def _fill(node: yaml.Node, references: list[str], config: RawConfig, file: str) -> None:
-    """Replaces the marks in a document's scalars by values of environment variables."""
+    """Replaces the marks of `_mark_references` in a YAML document by values of environment variables."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             _fill(key, references, config, file)
@@ -184,7 +192,7 @@ def _fill(node: yaml.Node, references: list[str], config: RawConfig, file: str) 
         node.value = _MARKED.sub(lambda mark: _value_of(references[int(mark[1])], config, origin), node.value)
         node.tag = "!environment"
         if "${" in node.value:
-            config.problems.append(f"{origin}: {node.value}: only ${{NAME}} and ${{NAME:-default}} are filled in")
+            config.problems.append(f"{origin}: {node.value}: only ${{NAME}} and ${{NAME:-default}} are replaced")
         if len(config.problems) > num_problems:
             node.tag, node.value = "tag:yaml.org,2002:null", "null"
             config.unread.append(file)
@@ -219,7 +227,7 @@ def _merge_file(config: RawConfig, file: str, text: str) -> None:
             spelling = str(key_node.value)
             if spelling == "<<":
                 config.problems.append(
-                    f"{file}:{key_node.start_mark.line + 1}: <<: merges sections only; write the keys out"
+                    f"{file}:{key_node.start_mark.line + 1}: <<: works only inside sections; write the keys out"
                 )
                 continue
             key, origin = spelling.replace("-", "_"), f"{file}:{key_node.start_mark.line + 1}"
@@ -244,11 +252,11 @@ def _merge_file(config: RawConfig, file: str, text: str) -> None:
 
 
 def _is_overridable(key: str, origin: str, file: str) -> bool:
-    """Returns whether a later file may override a key of an imported model's file: `seq_length` or the
-    tokenizer.
+    """Returns whether `file` may override a key set at `origin`. This holds for `seq_length` and the
+    tokenizer in the file of an imported model.
 
-    The model's file has the longest sequence that the model can read as `seq_length`; in a recipe
-    `seq_length` is the length of rows.
+    In an imported model's file `seq_length` is the longest sequence that the model can read; in a recipe it
+    is the length of rows.
     """
     first_file = origin.rpartition(":")[0]
     return key in _GIVE_WAY and first_file != file and Path(first_file).name == IMPORTED_MODEL_FILE

@@ -1,5 +1,4 @@
-"""Finds configuration files by the names that people type: their own files, else the presets of the
-package."""
+"""Finds configuration files by the names that users type: their own files, else presets of the package."""
 
 import os
 from collections.abc import Sequence
@@ -9,14 +8,15 @@ SUFFIXES = (".yml", ".yaml", ".json")
 
 
 def file_name(name: str) -> str:
-    """Returns the file name for a typed name: `a` gives a.yml; a name with a suffix stays as it is."""
+    """Returns the file name for a typed name: `a` gives a.yml; a name with .yml, .yaml or .json is
+    unchanged."""
     return name if name.endswith(SUFFIXES) else name + ".yml"
 
 
 def files_of(
     names: Sequence[str], folder: str | None = None, preset_root: Path | None = None
 ) -> tuple[list[str], list[str]]:
-    """Returns (the files that the names stand for, those of them that are presets).
+    """Returns (the files that the typed names mean, the presets among these files).
 
     folder: where the user's files are; None: the working folder. A user's file takes precedence over a
         preset.

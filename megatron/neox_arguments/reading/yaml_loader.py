@@ -7,7 +7,7 @@ import yaml
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Loads YAML with the meanings that people expect: `1e-5` is a number, a date or `12:30` is text.
+    """Loads YAML as people expect it: `1e-5` is a number, a date or `12:30` is text.
 
     Raises yaml.YAMLError with a line for invalid input: values that do not match their tag, too deep nesting,
     and documents that aliases make huge or endless.
@@ -39,14 +39,14 @@ def _unreadable(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raises yaml.YAMLError for a document that is too deep, or too large once its aliases are written
-    out."""
+    """Raises yaml.YAMLError if a document is nested too deeply, or is too large once its aliases are
+    expanded."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
         if isinstance(node, yaml.ScalarNode):
             return 1
-        if depth > _MAX_DEPTH or sizes.get(id(node)) == 0:  # 0: one of those around it
+        if depth > _MAX_DEPTH or sizes.get(id(node)) == 0:  # 0: the node contains itself
             raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", node.start_mark)
         if id(node) not in sizes:
             sizes[id(node)] = 0
@@ -78,7 +78,8 @@ ConfigLoader.add_implicit_resolver(
 
 
 class EnvText(str):
-    """Text from an environment variable. It becomes a number, boolean or list if the key has that type."""
+    """A text that contains an environment variable's value. It is converted if its key is a number, boolean
+    or list."""
 
 
 ConfigLoader.add_constructor("!environment", lambda loader, node: EnvText(node.value))

@@ -1,1 +1,2 @@
-"""A configuration and its keys as text: `--print-config`, `--help-config`, the reference, the schema."""
+"""Renders a configuration and its keys as text: `--print-config`, `--help-config`, the reference, the
+schema."""

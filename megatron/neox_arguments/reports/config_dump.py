@@ -1,4 +1,4 @@
-"""Texts that show a configuration: `--print-config`, `--diff-config` and the dump at the start of a run."""
+"""Renders a configuration as text, for `--print-config`, `--diff-config` and the start of a run's log."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,8 @@ from megatron.neox_arguments.validation.startup_notes import startup_notes
 
 
 def print_config(args: ResolvedArgs) -> str:
-    """Returns all resolved values with their origins as YAML, aligned, values that are not defaults first.
+    """Returns all resolved values with their origins, as aligned lines of YAML. Values that are not defaults
+    come first.
 
     Values that a run would refuse are marked, and the reasons are listed at the end.
     """
@@ -61,9 +62,10 @@ def differing_values(runs: Sequence[ResolvedArgs]) -> dict[str, list[str]]:
 
 
 def arguments_dump(args: ResolvedArgs) -> str:
-    """Returns the dump of all values that GPT-NeoX prints at start.
+    """Returns the list of all values in the format that GPT-NeoX prints at start.
 
-    Lines are `name ..... value ..... updated`, then those of unchanged values, which end in `default`.
+    Changed values come first, as lines `name ..... value ..... updated`. Lines of unchanged values end in
+    `default`.
     """
     rows = []
     for name, key in keys_of(type(args)).items():
@@ -78,7 +80,7 @@ def arguments_dump(args: ResolvedArgs) -> str:
 
 
 def flat_values(args: ResolvedArgs) -> Iterator[tuple[str, Any]]:
-    """Returns every resolved value by dotted path, except the texts of the files."""
+    """Yields (dotted path, resolved value) for every key, except the texts of the configuration files."""
     for name, key in keys_of(type(args)).items():
         if name != "config_files":
             yield from _flat_value(name, getattr(args, name), key)

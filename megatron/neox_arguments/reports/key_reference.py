@@ -1,4 +1,4 @@
-"""Documentation of keys: the generated reference, and the pages of `--help-config`."""
+"""Renders the documentation of keys: the generated reference, and the pages of `--help-config`."""
 
 import difflib
 import fnmatch
@@ -18,9 +18,9 @@ _TABLE = ["", "| key | type | default | standing | meaning |", "|---|---|---|---
 
 
 def config_reference(declaration: type) -> str:
-    """Returns the reference of all keys in Markdown: a table of counts, then a table of every key.
+    """Returns the reference of all keys in Markdown: a table of counts, then a table of keys for each group.
 
-    The counts are of keys that a run honours, ignores or refuses. Sub-keys follow their key.
+    The counts say how many keys a run honours, ignores or refuses. Sub-keys follow their key.
     """
     lines, owner = _counts(declaration), ""
     for key in keys_of(declaration).values():
@@ -45,7 +45,7 @@ def help_pages(declaration: type, pattern: str) -> str:
     names = names or [path for path in keys if pattern in path.lower() and not set(pattern) & set("*?[")]
     if not names:
         similar_keys = difflib.get_close_matches(pattern, keys, n=3)
-        similar = f"; near are {', '.join(similar_keys)}" if similar_keys else ""
+        similar = f"; similar keys are {', '.join(similar_keys)}" if similar_keys else ""
         raise ConfigError([f"--help-config {pattern}: no such key{similar}"])
     return "\n\n".join(_page(path, keys[path]) for path in names)
 

@@ -1,4 +1,4 @@
-"""A JSON Schema of configuration files, for editors: completion and red underlines in YAML."""
+"""Makes a JSON Schema of configuration files, with which editors complete and check keys."""
 
 import typing
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def json_schema(declaration: type) -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "NeoXArgs",
-        "description": "A configuration file; `# yaml-language-server: $schema=...` in a YAML file names this one",
+        "description": "A configuration file. The line `# yaml-language-server: $schema=PATH` in it names this schema",
         **_section(declaration, "#"),
     }
 
@@ -48,7 +48,7 @@ def _property(key: Key, path: str) -> dict[str, Any]:
 
 
 def description(key: Key) -> str:
-    """Meaning, bounds and standing of a key in a few sentences."""
+    """Returns the meaning, bounds and standing of a key in a few sentences."""
     sentences: list[str | None] = [key.meaning, key.bounds and f"A number {key.bounds}"]
     sentences += [key.no_effect and f"No effect here: {key.no_effect}", key.differs and f"Differs: {key.differs}"]
     sentences += [key.refuse and f"Refused: {key.refuse}", key.not_built and f"Later: {key.not_built} is not built yet"]
@@ -61,7 +61,7 @@ def description(key: Key) -> str:
 
 
 def _group_by_reason(reasons: Mapping[Any, str]) -> list[tuple[str, str]]:
-    """Returns each reason once, with the values it applies to, separated by commas."""
+    """Returns (reason, values) for each different reason; the values it applies to are joined by commas."""
     return [
         (reason, ", ".join(str(value) for value in reasons if reasons[value] == reason))
         for reason in dict.fromkeys(reasons.values())
@@ -93,9 +93,9 @@ def _kind(member: Any, key: Key) -> dict[str, Any]:
 
 
 def _spellings(texts: list[str]) -> list[str]:
-    """Returns each name as declared, in lower case and in upper case.
+    """Returns each text in four spellings: as declared, in lower case, in upper case and capitalised.
 
-    Names are matched without case, which a schema cannot express.
+    Values are compared without case, which a schema cannot express.
     """
     return list(
         dict.fromkeys(spelling for text in texts for spelling in (text, text.lower(), text.upper(), text.capitalize()))

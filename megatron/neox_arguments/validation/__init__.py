@@ -1,1 +1,1 @@
-"""Checks of a configuration: single keys, combinations of keys, and refusals."""
+"""Checks a configuration: single keys, combinations of keys, and values that a run refuses."""

@@ -1,4 +1,4 @@
-"""Checks that need more than one key; every problem names its key, where it was set, and what to change."""
+"""Checks keys against each other. Every problem names its key, where it was set, and what to change."""
 
 import re
 
@@ -25,7 +25,8 @@ _DATA_PATHS = re.compile(r"(.+_)?data_paths?")
 
 
 def validate(args: ResolvedArgs) -> ErrorCollector:
-    """Returns the problems of a configuration that matter to every command."""
+    """Returns the problems of a configuration that every command refuses. `validate_training` and others add
+    more."""
     problems = ErrorCollector(args.origins)
     validate_model(args, problems)
     validate_parallel(args, problems)
@@ -45,24 +46,32 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
 
 
 def validate_training(args: ResolvedArgs) -> ErrorCollector:
-    """Returns the problems that only training has; other commands do not need these keys."""
+    """Returns the problems of a configuration that matter only to training, such as unset keys that it
+    needs."""
     problems = ErrorCollector(args.origins)
     if args.train_iters is None and args.train_epochs is None:
-        problems.add("train_iters", "is required for training: optimizer steps of the run (or train_epochs)")
+        problems.add(
+            "train_iters", "is required for training: set it to the number of optimizer steps (or set train_epochs)"
+        )
     if args.data_path is None and args.train_data_paths is None and args.dataset_impl == "gpt2":
-        problems.add("data_path", "is required for training (or train_data_paths, valid_data_paths, test_data_paths)")
+        problems.add(
+            "data_path", "is required for training (or set train_data_paths, valid_data_paths, test_data_paths)"
+        )
     if args.train_batch_size is None and args.train_micro_batch_size_per_gpu is None:
         problems.add(
             "train_micro_batch_size_per_gpu",
-            "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
+            "is required for training (or set train_batch_size, with or without gradient_accumulation_steps)",
         )
     if args.adapter:
-        problems.add("adapter", "is not for training; load starts from adapters of a checkpoint, lora trains them")
+        problems.add(
+            "adapter",
+            "is not read in training; to start from a checkpoint's adapters set load, to train adapters set lora",
+        )
     if args.score_head and args.train_impl != "rm":
         problems.add("score_head", f"train_impl {args.cite('train_impl')} trains no reward model; remove score_head")
     for key in ("demo_prompts", "eval_tasks") if args.score_head else ():
         if getattr(args, key):
-            problems.add(key, "a reward model gives scores, no text; remove it")
+            problems.add(key, "needs text, but a reward model gives only scores; remove it")
     _remote_data(args, problems)
     _vocab_file(args, problems)
     _best(args, problems)
@@ -82,36 +91,36 @@ def _remote_data(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _fp8(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Notes problems if FP8 is requested by name but cannot be used. `precision_fp8: auto` leaves FP8 off
-    instead."""
+    """Adds problems if a kind of FP8 is requested by name but cannot be used. `precision_fp8: auto` would
+    leave FP8 off instead."""
     key = "precision_fp8" if args.user_values.get("precision_fp8") is not None else "te_fp8_mha"
     if args.precision_fp8 in ("auto", "off"):
         return
     if args.params_dtype != "bf16":
-        problems.add(key, f"FP8 needs bf16 weights, these are {args.params_dtype}; write precision: bfloat16")
+        problems.add(key, f"FP8 needs bf16 weights, but they are {args.params_dtype}; set precision: bfloat16")
     if not args.fp8_blocks:
         problems.add(
             key,
-            f"no block of num_layers {args.cite('num_layers')} is left for FP8; write first_last_layers_bf16: "
-            "false, or smaller num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",
+            f"no block of num_layers {args.cite('num_layers')} is left for FP8; set first_last_layers_bf16: false, or "
+            "lower num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",
         )
 
 
 def validate_generation(args: ResolvedArgs) -> ErrorCollector:
-    """The problems that only text generation has."""
+    """Returns the problems of a configuration that matter only to text generation."""
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
-        problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
+        problems.add("load", "is required for generation: set it to the folder of the checkpoint, or set save")
     _writes_text(args, problems)
     _vocab_file(args, problems)
     if args.text_gen_type in ("input-file", "score") and args.sample_input_file is None:
         problems.add("sample_input_file", f"is required by text_gen_type: {args.text_gen_type} (or use -i FILE)")
     if args.text_gen_type == "precompute" and args.precompute_model_name is None:
-        problems.add("precompute_model_name", "is required by text_gen_type: precompute, to name its files")
+        problems.add("precompute_model_name", "is required by text_gen_type: precompute, which writes files PATH_NAME")
     if args.text_gen_type in ("score", "precompute"):
         return problems
     if args.chat and args.text_gen_type != "interactive":
-        problems.add("chat", "is a conversation at the terminal; set text_gen_type: interactive")
+        problems.add("chat", "works only at the terminal; set text_gen_type: interactive, or remove it")
     if not args.prompt_end:
         problems.add("prompt_end", 'is empty but must separate prompts; set it to "\\n" (in double quotes)')
     _texts(args, problems)
@@ -119,12 +128,14 @@ def validate_generation(args: ResolvedArgs) -> ErrorCollector:
 
 
 def validate_evaluation(args: ResolvedArgs) -> ErrorCollector:
-    """The problems that only evaluation has."""
+    """Returns the problems of a configuration that matter only to evaluation."""
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
-        problems.add("load", "is required for evaluation: the folder of the checkpoint (`save` serves too)")
+        problems.add("load", "is required for evaluation: set it to the folder of the checkpoint, or set save")
     if not args.eval_tasks:
-        problems.add("eval_tasks", "is required for evaluation: names of tasks (or use --eval_tasks TASK ...)")
+        problems.add(
+            "eval_tasks", "is required for evaluation: set it to names of tasks (or use --eval_tasks TASK ...)"
+        )
     _writes_text(args, problems)
     _vocab_file(args, problems)
     return problems
@@ -133,21 +144,23 @@ def validate_evaluation(args: ResolvedArgs) -> ErrorCollector:
 def _writes_text(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.score_head:
         key = "score_head" if args.train_impl != "rm" else "train_impl"
-        problems.add(key, f"{getattr(args, key)}: a reward model gives scores, no text; see tools/score.py")
+        problems.add(key, f"{getattr(args, key)}: a reward model gives scores and writes no text; use tools/score.py")
 
 
 def _evaluation(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.eval_system_prompt is not None and args.eval_system_prompt_file is not None:
-        problems.add("eval_system_prompt_file", f"eval_system_prompt is {args.cite('eval_system_prompt')}; remove one")
+        problems.add(
+            "eval_system_prompt_file", f"eval_system_prompt is set too: {args.cite('eval_system_prompt')}; remove one"
+        )
     if args.eval_limit is not None and args.eval_limit >= 1 and args.eval_limit != int(args.eval_limit):
         problems.add("eval_limit", f"expected a whole number of documents or a share below 1, got {args.eval_limit:g}")
 
 
 def validate_serving(args: ResolvedArgs) -> ErrorCollector:
-    """The problems that only serving (tools/serve.py) has."""
+    """Returns the problems of a configuration that matter only to tools/serve.py."""
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
-        problems.add("load", "is required for serving: the folder of the checkpoint (`save` serves too)")
+        problems.add("load", "is required for serving: set it to the folder of the checkpoint, or set save")
     _writes_text(args, problems)
     _vocab_file(args, problems)
     return problems
@@ -155,30 +168,42 @@ def validate_serving(args: ResolvedArgs) -> ErrorCollector:
 
 def _gradients(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.user_values.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
-        problems.add("fp32_allreduce", f"communication_data_type is {args.cite('communication_data_type')}; remove one")
+        problems.add(
+            "fp32_allreduce", f"contradicts communication_data_type {args.cite('communication_data_type')}; remove one"
+        )
 
 
 def _recomputation(args: ResolvedArgs, problems: ErrorCollector) -> None:
     selective = args.recompute_granularity == "selective"
     if selective and not args.checkpoint_activations:
-        problems.add("recompute_granularity", "selective needs checkpoint_activations: true, which turns it on")
+        problems.add(
+            "recompute_granularity", "selective needs checkpoint_activations: true, which turns recomputation on"
+        )
     if selective and args.checkpoint_num_layers > 1:
         place = args.cite("checkpoint_num_layers")
-        problems.add("recompute_granularity", f"selective is for one block: checkpoint_num_layers {place} must be 1")
+        problems.add(
+            "recompute_granularity", f"selective works on single blocks: checkpoint_num_layers {place} must be 1"
+        )
     if selective and args.checkpoint_in_cpu:
         place = args.origin("checkpoint_in_cpu")
-        problems.add("recompute_granularity", f"checkpoint_in_cpu ({place}) needs full, not selective; remove one")
+        problems.add(
+            "recompute_granularity", f"selective excludes checkpoint_in_cpu ({place}); set full, or remove one"
+        )
     if args.activation_memory_budget is not None and args.checkpoint_activations:
         place = args.origin("checkpoint_activations")
-        problems.add("activation_memory_budget", f"replaces checkpoint_activations ({place}); remove one")
+        problems.add(
+            "activation_memory_budget", f"replaces checkpoint_activations ({place}), so only one may be set; remove one"
+        )
 
 
 def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if (args.profile or args.memory_profiling) and args.profile_step_stop <= args.profile_step_start:
-        problems.add("profile_step_stop", f"must be above profile_step_start {args.cite('profile_step_start')}")
+        problems.add(
+            "profile_step_stop", f"must be above profile_step_start {args.cite('profile_step_start')}; raise it"
+        )
     if args.log_optimizer_states and args.use_bnb_optimizer:
         problems.add(
-            "log_optimizer_states", f"8-bit states have no norm to log (use_bnb_optimizer: "
+            "log_optimizer_states", f"norms of 8-bit states cannot be logged (use_bnb_optimizer: "
             f"{args.origin('use_bnb_optimizer')}); remove one of them",
         )  # fmt: skip
 
@@ -187,7 +212,9 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
     factor = args.checkpoint_factor
     saves = factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
     if args.save is not None and not (saves or args.init_only):
-        problems.add("save", "needs checkpoint_factor, extra_save_iters or save_interval_in_mins to know when")
+        problems.add(
+            "save", "says where to save, but not when; set checkpoint_factor, extra_save_iters or save_interval_in_mins"
+        )
     if factor is not None and args.checkpoint_scale == "linear" and factor != int(factor):
         problems.add(
             "checkpoint_factor", f"expected a whole number of iterations with checkpoint_scale linear, got {factor}"
@@ -199,14 +226,16 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
         if wrong is not None:
             problems.add(name, wrong)
     if args.save is not None and args.save.startswith("hf://"):
-        problems.add("save", "runs can read hf:// (a model on the Hub) but not save there; set a folder or a bucket")
+        problems.add("save", "hf:// (a model on the Hub) can be loaded but not saved to; set a folder or a bucket")
     if args.save_hf is not None and args.save is None:
-        problems.add("save_hf", "needs save, the folder in which it is written")
+        problems.add("save_hf", "needs save, the folder in which the HuggingFace model is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
         if getattr(args, name) is not None and args.keep_last_n_checkpoints is None:
-            problems.add(name, "without keep_last_n_checkpoints nothing is deleted; set that, or remove it")
+            problems.add(
+                name, "without keep_last_n_checkpoints no checkpoint is deleted; set that key, or remove this one"
+            )
     if any(iteration < 0 for iteration in args.extra_save_iters or ()):
-        problems.add("extra_save_iters", "expected iterations from 0 on")
+        problems.add("extra_save_iters", "expected iterations of at least 0")
 
 
 def _best(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -218,14 +247,14 @@ def _best(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("save_best", str(problem))
         return
     if args.save is None:
-        problems.add("save_best", "needs save, the folder in which it is kept")
+        problems.add("save_best", "needs save, the folder in which the best model is kept")
     elif is_remote(args.save):
         problems.add("save_best", f"needs a local folder, not save {args.cite('save')}; save to a local one")
     if metric.startswith("validation/") and args.eval_iters == 0:
         message = f"needs validation: eval_iters is {args.cite('eval_iters')}; set it to a number of batches"
         problems.add("save_best", message)
     if metric.startswith("eval_tasks/") and not args.eval_tasks:
-        problems.add("save_best", f"{metric}: eval_tasks lists no task; add its task")
+        problems.add("save_best", f"{metric}: eval_tasks lists no task; add the task of this metric")
 
 
 def _demos(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -237,9 +266,9 @@ def _demos(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _texts(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check the keys of generating text after prompts, which generation and `demo_prompts` share."""
+    """Checks the keys of writing text after prompts, which text generation and `demo_prompts` share."""
     if args.system_prompt_file is not None and not args.chat:
-        problems.add("system_prompt_file", "begins conversations only; set chat: true, or remove it")
+        problems.add("system_prompt_file", "is read only in conversations; set chat: true, or remove it")
     if "" in args.stop_strings:
         problems.add("stop_strings", "an empty string would end every text at once; remove it")
     if args.maximum_tokens >= args.max_position_embeddings - args.opt_pos_emb_offset:
@@ -257,10 +286,10 @@ def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if present and args.data_path is not None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
     elif present and args.train_data_paths is None:
-        problems.add(present[0], "needs train_data_paths too")
+        problems.add(present[0], "needs train_data_paths too; set it")
     elif present and args.eval_iters > 0 and args.valid_data_paths is None and not cuts_listed_paths(args):
-        message = "needs valid_data_paths too (or eval_iters: 0, to train only"
-        problems.add(present[0], f"{message}{'; or split, to cut some off' if sample_kind(args) == 'texts' else ''})")
+        message = "needs valid_data_paths too (or eval_iters: 0, to train without validation"
+        problems.add(present[0], f"{message}{'; or split, to hold data out' if sample_kind(args) == 'texts' else ''})")
     parts = args.split.replace("/", ",").split(",")
     try:
         shares = [float(part) for part in parts]
@@ -286,7 +315,9 @@ def _blend(args: ResolvedArgs, problems: ErrorCollector) -> None:
         elif paths is None:
             problems.add(key, f"sets weights for {paths_key}, which is not set; remove it")
         elif len(weights) != len(paths):
-            problems.add(key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)}")
+            problems.add(
+                key, f"expected a weight for each of {len(paths)} paths ({origin}), got {len(weights)} weights"
+            )
         if any(weight <= 0 for weight in weights):
             received = format_value(weights)
             problems.add(key, f"expected numbers above 0, got {received}; remove the paths of unwanted data sets")

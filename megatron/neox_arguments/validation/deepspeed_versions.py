@@ -1,4 +1,4 @@
-"""DeepSpeed versions that compute wrong gradients: here, so that the launcher can judge without the
+"""Lists DeepSpeed versions that compute wrong gradients. The launcher reads the list without loading an
 engine."""
 
 # (first, last, what goes wrong): measured with SGD against one process on SDist releases; Adam hides most of
@@ -13,11 +13,11 @@ FIX = f"pip install deepspeed=={TESTED}"
 
 
 def wrong_deepspeed(installed: str) -> str | None:
-    """Why this version of DeepSpeed is refused, in words; None for one that may train."""
+    """Returns why a version of DeepSpeed is refused, in words; None if it may train."""
     number = tuple(int(part) for part in installed.split("+")[0].split(".")[:3])
     for oldest, newest, reason in _WRONG:
         if oldest <= number <= newest:
             return f"deepspeed {installed} computes wrong gradients: {reason}"
     if number < _WRONG[0][0]:
-        return f"deepspeed {installed} is older than anything checked here"
+        return f"deepspeed {installed} is older than every version that this project has checked"
     return None

@@ -1,4 +1,4 @@
-"""Checks of the keys by which a run publishes its checkpoints."""
+"""Checks the keys by which a run publishes its checkpoints on the HuggingFace Hub."""
 
 import re
 
@@ -8,12 +8,14 @@ from megatron.neox_arguments.values.remote_paths import is_remote
 
 
 def validate_hub(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Notes missing or invalid keys of `push_to_hub`, as far as the configuration alone shows them."""
+    """Adds problems with `push_to_hub` and `hub_model_id` that can be seen without asking the Hub."""
     if not args.push_to_hub:
         return
     if args.save is None:
         problems.add("push_to_hub", "needs save, the folder of the checkpoints that are published")
     elif is_remote(args.save):
-        problems.add("push_to_hub", f"reads checkpoints of a folder, and save {args.cite('save')} is remote; set one")
+        problems.add(
+            "push_to_hub", f"needs checkpoints in a local folder, but save is {args.cite('save')}; set a local one"
+        )
     if args.hub_model_id is not None and not re.fullmatch(r"[^/\s]+/[^/\s]+", args.hub_model_id):
-        problems.add("hub_model_id", f"{args.hub_model_id!r} is not ORGANISATION/NAME")
+        problems.add("hub_model_id", f"{args.hub_model_id!r} is not of the form ORGANISATION/NAME")

@@ -1,4 +1,4 @@
-"""Checks of Mamba's blocks, and of hybrids of blocks that are one sublayer each."""
+"""Checks the keys of Mamba blocks, and of hybrid models whose blocks have one sublayer each."""
 
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.architectures import MambaKeys
@@ -13,7 +13,8 @@ _MAMBA_2_KEYS = (
 
 
 def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check `attention_config` for hybrids, and the `mamba_*` keys against each other and the layout."""
+    """Checks `attention_config` of hybrid models, and the `mamba_*` keys against each other and the
+    layout."""
     kinds = set(args.attention_config)
     _inert(args, kinds, problems)
     _hybrid(args, kinds, problems)
@@ -23,11 +24,11 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
         _heads(args, problems)
     if "mamba" in kinds and args.mamba_inner_size % args.tp:
         ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
-        problems.add("mamba_expand", f"its {args.mamba_inner_size} channels are not a multiple of {ranks}")
+        problems.add("mamba_expand", f"gives {args.mamba_inner_size} channels, not a multiple of {ranks}; change one")
     if args.mamba_backend == "fla" and args.mamba_state_fp32 and args.params_dtype != "fp32":
         problems.add("mamba_backend", "fla keeps states in the dtype of the weights; set mamba_state_fp32: false")
     if args.mamba_backend == "fla" and "mamba" in kinds:
-        problems.add("mamba_backend", "fla does not support Mamba 1 (blocks mamba); set auto")
+        problems.add("mamba_backend", "fla does not support Mamba 1 (kind mamba in attention_config); set auto")
 
 
 def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
@@ -37,7 +38,9 @@ def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> Non
         if declared.source == "new" and not reads and getattr(args, name) != declared.default:
             blocks = kind or "mamba or mamba2"
             problems.add(
-                name, f"no block of attention_config ({args.origin('attention_config')}) is {blocks}; remove it"
+                name,
+                f"has no effect: no block of attention_config ({args.origin('attention_config')}) is {blocks}; "
+                "remove it",
             )
 
 
@@ -45,30 +48,31 @@ def _hybrid(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> No
     single_sublayer_kinds = kinds - set(FULL_BLOCKS) - {"rwkv", "gmlp", "amlp"}
     place = f"attention_config ({args.origin('attention_config')})"
     if "moe" in kinds and args.moe_num_experts == 1:
-        problems.add("moe_num_experts", f"{place} has moe blocks; set more than 1")
+        problems.add("moe_num_experts", f"must be above 1, because {place} has moe blocks")
     has_none = not any(args.has_experts(block) for block in range(args.num_layers))
     if args.moe_num_experts > 1 and has_none and args.moe_layer_freq is None:
-        problems.add("moe_num_experts", f"no block of {place} has experts; add moe blocks, or set 1")
+        problems.add("moe_num_experts", f"is above 1, but no block of {place} has experts; add moe blocks, or set 1")
     if not single_sublayer_kinds:
         return
     for key in ("gpt_j_residual", "norm_placement"):
         if getattr(args, key) != keys_of(type(args))[key].default and not kinds & set(FULL_BLOCKS):
-            problems.add(key, f"{place} has no blocks with attention and MLP; remove it")
+            problems.add(key, f"has no effect: {place} has no block with both attention and MLP; remove it")
     for key in ("te_mha", "te_layernorm_mlp"):
         if getattr(args, key):
             problems.add(key, f"needs attention and MLP in each block, but {place} has other blocks; remove it")
     if args.pos_emb == "rpe":
-        problems.add("pos_emb", f"rpe needs attention in each block, but {place} has blocks without")
+        problems.add("pos_emb", f"rpe needs attention in each block, but {place} has others; set another pos_emb")
 
 
 def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check that each tensor rank has whole heads, in whole groups or within one."""
+    """Checks that each tensor-parallel rank gets whole heads of Mamba 2: of whole groups, or of a single
+    group."""
     heads, groups, state = args.mamba2_heads, args.mamba_num_groups, args.mamba_state_dim or 128
     ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
     if heads % args.tp:
-        problems.add("mamba_num_heads", f"{heads} heads of Mamba 2 are not a multiple of {ranks}")
+        problems.add("mamba_num_heads", f"{heads} heads of Mamba 2 are not a multiple of {ranks}; change one of them")
     elif groups % args.tp and args.tp % groups:
-        problems.add("mamba_num_groups", f"{groups} is neither a multiple nor a divisor of {ranks}")
+        problems.add("mamba_num_groups", f"{groups} is neither a multiple nor a divisor of {ranks}; change one of them")
     elif groups * state % args.tp:
         sharers = args.tp // groups
         problems.add("mamba_state_dim", f"{state} is not a multiple of {sharers}, the ranks per group ({ranks})")
@@ -81,11 +85,11 @@ def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
         and "mamba" not in args.attention_config
         and args.origin("mamba_expand") != "default"
     ):
-        problems.add("mamba_expand", f"mamba_num_heads {args.cite('mamba_num_heads')} sets the channels; remove one")
+        problems.add("mamba_expand", f"mamba_num_heads {args.cite('mamba_num_heads')} sets the width too; remove one")
     if args.mamba_num_heads is None and inner % args.mamba_head_dim:
         problems.add("mamba_head_dim", f"{args.mamba_head_dim} does not divide mamba_expand x hidden_size, {inner}")
     elif heads % groups:
-        problems.add("mamba_num_groups", f"{groups} does not divide the {heads} heads")
+        problems.add("mamba_num_groups", f"{groups} does not divide the {heads} heads of Mamba 2; set a divisor")
     else:
         _heads_of_ranks(args, problems)
     limit = args.mamba_time_step_limit

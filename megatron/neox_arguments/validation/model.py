@@ -1,4 +1,5 @@
-"""Checks of the model and of how it is split over ranks."""
+"""Checks the keys of the model's shape, of how it is split over ranks, and of which parameters are
+trained."""
 
 import re
 
@@ -20,22 +21,23 @@ from megatron.neox_arguments.values.lora_settings import (
 
 
 def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check the shape of the model: heads, positions, layers, norms and the width of its MLP."""
+    """Checks the shape of the model: heads, positions, layers, norms and the width of its MLP."""
     heads = args.num_attention_heads
     if not args.attends:
         pass  # nothing splits hidden_size into heads
     elif args.hidden_size % heads and "head_dim" not in args.user_values:
         problems.add(
             "hidden_size",
-            f"{args.hidden_size} is not a multiple of num_attention_heads {args.cite('num_attention_heads')}",
+            f"{args.hidden_size} is not a multiple of num_attention_heads {args.cite('num_attention_heads')}; change "
+            "one, or set head_dim",
         )
     elif args.pos_emb == "rotary" and (
         int(args.head_dim * args.rotary_pct) % 2 or int(args.head_dim * args.rotary_pct) == 0
     ):
         problems.add(
             "rotary_pct" if args.rotary_pct != 1 else "pos_emb",
-            f"{int(args.head_dim * args.rotary_pct)} of {args.head_dim} dimensions a head would be rotated; "
-            "rotary_pct x head_dim must be even",
+            f"{int(args.head_dim * args.rotary_pct)} of the {args.head_dim} dimensions of a head would be rotated; "
+            "this number, rotary_pct x head_dim, must be even and above 0",
         )
     for kv_heads in dict.fromkeys(as_tuple(args.kv_heads)):
         if heads % kv_heads:
@@ -44,11 +46,11 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.seq_length > args.max_position_embeddings:
         problems.add(
             "seq_length",
-            f"{args.seq_length} is more than max_position_embeddings {args.cite('max_position_embeddings')}",
+            f"{args.seq_length} is more than max_position_embeddings {args.cite('max_position_embeddings')}; lower it",
         )
     if args.intermediate_size is not None and args.expansion_factor is not None:
         problems.add(
-            "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} sets the width; remove one"
+            "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} sets the width too; remove one"
         )
     _positions(args, problems)
     validate_experts(args, problems)
@@ -59,36 +61,41 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
         return
     try:
         ffn = args.ffn_size
-    except ValueError:  # `refusals` has it, when a run asks: files that cannot run can be read
+    except ValueError:  # `refusals` reports it to a run; other commands may still read such files
         return
     key = "intermediate_size" if args.intermediate_size else "model_parallel_size"
     for width in dict.fromkeys(as_tuple(ffn)):
         if width % args.tp:
             ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
-            problems.add(key, f"the MLP's width {width} is not a multiple of {ranks}")
+            problems.add(key, f"the MLP's width {width} is not a multiple of {ranks}; change one of them")
 
 
 def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     scaling = args.rope_scaling
     if args.rotary_interleaved and args.pos_emb != "rotary":
-        problems.add("rotary_interleaved", f"only pos_emb rotary reads it, not {args.cite('pos_emb')}; remove it")
+        problems.add("rotary_interleaved", f"is read only with pos_emb rotary, not {args.cite('pos_emb')}; remove it")
     if args.opt_pos_emb_offset and args.pos_emb != "learned":
-        problems.add("opt_pos_emb_offset", f"only pos_emb learned reads it, not {args.cite('pos_emb')}; remove it")
+        problems.add("opt_pos_emb_offset", f"is read only with pos_emb learned, not {args.cite('pos_emb')}; remove it")
     rows = args.max_position_embeddings - args.opt_pos_emb_offset
     if args.pos_emb == "learned" and args.opt_pos_emb_offset and args.seq_length > rows:
         problems.add(
-            "opt_pos_emb_offset", f"leaves {rows} of max_position_embeddings {args.cite('max_position_embeddings')} "
-            f"for seq_length {args.cite('seq_length')}; raise max_position_embeddings by the offset",
+            "opt_pos_emb_offset", f"leaves {rows} positions of max_position_embeddings "
+            f"{args.cite('max_position_embeddings')}, too few for seq_length {args.cite('seq_length')}; raise "
+            "max_position_embeddings by the offset",
         )  # fmt: skip
     if args.pos_emb == "sinusoidal" and args.hidden_size % 2:
-        problems.add("pos_emb", f"sinusoidal needs an even hidden_size, not {args.cite('hidden_size')}")
+        problems.add(
+            "pos_emb", f"sinusoidal needs an even hidden_size, but that is {args.cite('hidden_size')}; set another"
+        )
     if args.pos_emb == "rpe" and args.rpe_max_distance <= args.rpe_num_buckets // 2:
-        problems.add("rpe_max_distance", f"must be more than half of rpe_num_buckets {args.cite('rpe_num_buckets')}")
+        problems.add(
+            "rpe_max_distance", f"must be above half of rpe_num_buckets {args.cite('rpe_num_buckets')}; raise it"
+        )
     if scaling is None:
         return
     kind = scaling["rope_type"]
     if args.pos_emb != "rotary":
-        problems.add("rope_scaling", f"only pos_emb rotary reads it, not {args.cite('pos_emb')}; remove it")
+        problems.add("rope_scaling", f"is read only with pos_emb rotary, not {args.cite('pos_emb')}; remove it")
     original = "original_max_position_embeddings"
     required = {
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", original),
@@ -102,9 +109,9 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     }.get(kind, required)  # fmt: skip
     for name, value in scaling.items():
         if name in required and value is None:
-            problems.add("rope_scaling", f"{kind} needs {name}")
+            problems.add("rope_scaling", f"rope_type {kind} needs {name}; set it")
         if value is not None and name not in (*allowed, "rope_type"):
-            problems.add(f"rope_scaling.{name}", f"{kind} does not read it; remove it")
+            problems.add(f"rope_scaling.{name}", f"rope_type {kind} does not read it; remove it")
     if kind == "longrope" and (scaling[original] or 2) < 2:
         problems.add(f"rope_scaling.{original}", f"expected at least 2 for longrope, got {scaling[original]}")
     if scaling["llama_4_scaling_beta"] is not None and scaling[original] is None:
@@ -113,7 +120,7 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     for name in ("short_factor", "long_factor"):
         if scaling[name] is not None and kind == "longrope" and len(scaling[name]) != pairs:
             problems.add(
-                f"rope_scaling.{name}", f"expected {pairs} numbers, half a head's rotated dimensions, got "
+                f"rope_scaling.{name}", f"expected {pairs} numbers, one per pair of a head's rotated dimensions, got "
                 f"{len(scaling[name])}",
             )  # fmt: skip
     fast, slow = scaling["beta_fast"] or 32, scaling["beta_slow"] or 1
@@ -127,10 +134,10 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _layers(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Checks keys with values for single layers."""
+    """Checks the keys that have a value for each layer, and the sliding window."""
     sliding = args.layer_types is not None and "sliding_attention" in args.layer_types
     if sliding and args.sliding_window_width is None:
-        problems.add("layer_types", "sliding_attention needs sliding_window_width")
+        problems.add("layer_types", "sliding_attention needs sliding_window_width; set it")
     if args.layer_types is not None and not sliding and args.sliding_window_width is not None:
         problems.add("sliding_window_width", f"no layer of layer_types ({args.origin('layer_types')}) is "
             "sliding_attention; remove one of them")  # fmt: skip
@@ -143,22 +150,24 @@ def _layers(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     tied, shape = args.gpt_j_tied, args.norm
     if tied and not args.gpt_j_residual:
-        problems.add("gpt_j_tied", "only gpt_j_residual: true reads it; remove it or set gpt_j_residual")
+        problems.add("gpt_j_tied", "is read only with gpt_j_residual: true; remove it, or set gpt_j_residual")
     if args.norm_placement in ("olmo3", "sandwich"):
         for key in ("gpt_j_residual", "te_layernorm_mlp"):
             if getattr(args, key):
-                message = f"{args.norm_placement} excludes {key} {args.cite(key)}; remove one of them"
+                message = f"{args.norm_placement} cannot be used with {key} {args.cite(key)}; remove one of them"
                 problems.add("norm_placement", message)
     if args.te_layernorm_mlp and tied:
         problems.add("te_layernorm_mlp", f"its MLP has its own norm, so gpt_j_tied ({args.origin('gpt_j_tied')}) "
             "is impossible; remove one of them")  # fmt: skip
     if args.te_layernorm_mlp and shape in ("scalenorm", "non_parametric_layernorm"):
-        problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {args.cite('norm')}")
+        problems.add(
+            "te_layernorm_mlp", f"Transformer-Engine's MLP needs norm layernorm or rmsnorm, not {args.cite('norm')}"
+        )
     if args.zero_centered_gamma and shape not in ("rmsnorm", "te_rmsnorm"):
         problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {args.cite('norm')}")
     _attention(args, problems)
     if args.qk_norm_per_head and not args.use_separate_qk_norms:
-        problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true")
+        problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true; set that, or remove this key")
     if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
         problems.add("use_separate_qk_norms", "needs use_qk_layernorm: true and norm: rmsnorm")
     elif args.use_qk_layernorm and not args.use_separate_qk_norms:
@@ -168,18 +177,20 @@ def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.attention_multiplier is not None and args.query_pre_attn_scalar is not None:
         place = args.origin("query_pre_attn_scalar")
-        problems.add("attention_multiplier", f"query_pre_attn_scalar ({place}) sets the factor too; remove one of them")
+        problems.add(
+            "attention_multiplier", f"query_pre_attn_scalar ({place}) sets this factor too; remove one of them"
+        )
     if args.attn_logit_softcapping is not None and args.attention_dropout > 0.0:
-        problems.add("attn_logit_softcapping", f"excludes attention_dropout {args.cite('attention_dropout')}; set 0")
+        problems.add("attn_logit_softcapping", f"needs attention_dropout 0, not {args.cite('attention_dropout')}")
     if args.attn_logit_softcapping is not None and args.pos_emb in ("rpe", "alibi"):
-        problems.add("attn_logit_softcapping", f"excludes the position biases of pos_emb {args.cite('pos_emb')}")
+        problems.add("attn_logit_softcapping", f"cannot be used with position biases (pos_emb {args.cite('pos_emb')})")
     if args.attention_sinks and args.attention_dropout > 0.0:
-        problems.add("attention_sinks", f"excludes attention_dropout {args.cite('attention_dropout')}; set it to 0")
+        problems.add("attention_sinks", f"needs attention_dropout 0, not {args.cite('attention_dropout')}")
     if args.attention_sinks and args.te_mha:
-        problems.add("attention_sinks", f"Transformer-Engine's attention has none (te_mha: {args.origin('te_mha')})")
+        problems.add("attention_sinks", f"te_mha ({args.origin('te_mha')}) does not support sinks; remove one of them")
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
         place = args.cite("use_bias_in_attn_linear")
-        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases too; set that to false")
+        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases already; set that to false")
     if args.add_qkv_bias and args.te_mha:
         problems.add("add_qkv_bias", f"te_mha ({args.origin('te_mha')}) needs all biases or none; remove one of them")
 
@@ -194,42 +205,48 @@ def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
             f"(num_kv_heads: {args.origin('num_kv_heads')}); set use_separate_qk_norms: true",
         )  # fmt: skip
     elif args.te_mha:
-        problems.add(key, f"is not supported with te_mha ({args.origin('te_mha')}); remove one")
+        problems.add(key, f"is not supported with te_mha ({args.origin('te_mha')}); remove one of them")
 
 
 def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check that the model can be split over tensor-parallel ranks and pipeline stages."""
+    """Checks that the model can be split over tensor-parallel ranks and pipeline stages."""
     tp, key = args.tp, "model_parallel_size"
     if args.attends:
         _heads_of_ranks(args, problems)
     if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
-        problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}")
+        problems.add(
+            "padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}; change one"
+        )
     if args.pp > args.num_layers:
         problems.add(
             "pipe_parallel_size", f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; lower it"
         )
     if args.pp > 1 and args.zero_stage > 1:
         stage = f"zero_optimization.stage {args.zero_stage} ({args.origin('zero_optimization.stage')})"
-        problems.add("pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}")
+        problems.add(
+            "pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}; lower one of them"
+        )
     if args.sequence_parallel and args.seq_length % tp:
-        problems.add("sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}")
+        problems.add(
+            "sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}; change one"
+        )
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
 
 
 def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check that each tensor rank has whole heads of queries, and whole key-value heads or an equal slice of
-    one."""
+    """Checks that each tensor-parallel rank gets whole query heads, and either whole key-value heads or an
+    equal slice of one head."""
     tp, key, min_kv_heads = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
     if args.num_attention_heads % tp:
-        problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}")
+        problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}; change one")
     elif any(heads % tp and tp % heads for heads in as_tuple(args.kv_heads)):
         problems.add(key, f"{tp} is neither a divisor nor a multiple of num_kv_heads {args.cite('num_kv_heads')}")
     elif any(args.head_dim * heads % tp for heads in as_tuple(args.kv_heads)):
         dimensions = f"{args.head_dim} dimensions (head_dim) each"
         problems.add(
-            key, f"{tp} ranks cannot equally divide {min_kv_heads} key-value heads of {dimensions}; use {min_kv_heads}"
+            key, f"{tp} ranks cannot equally divide {min_kv_heads} key-value heads of {dimensions}; set {min_kv_heads}"
         )
     elif min_kv_heads < tp and args.te_mha:
         problems.add(
@@ -239,12 +256,12 @@ def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check `trainable`, which names the parameters that are trained."""
+    """Checks the section `trainable`, which names the parameters that are trained."""
     if args.trainable is None:
         return
     if args.trainable["last_layers"] > args.num_layers:
         received = f"{args.trainable['last_layers']} of num_layers {args.cite('num_layers')}"
-        problems.add("trainable.last_layers", f"expected at most all blocks, got {received}")
+        problems.add("trainable.last_layers", f"expected at most the number of blocks, got {received}")
     for pattern in args.trainable["names"] or ():
         try:
             re.compile(pattern)
@@ -253,11 +270,12 @@ def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check `lora`: its names must be the model's, and `trainable` must not be set too."""
+    """Checks the section `lora`: its names must be modules of the model, and `trainable` must not be set
+    too."""
     if args.lora is None:
         return
     if args.trainable is not None:
-        problems.add("lora", f"trains only adapters, trainable ({args.origin('trainable')}) other weights; remove one")
+        problems.add("lora", f"trains only adapters, but trainable ({args.origin('trainable')}) is set too; remove one")
     model_targets, targets = known_targets(args), lora_targets(args)
     if not model_targets:
         problems.add("lora", "the model has no linear for adapters (routed experts get none); remove it")
@@ -281,14 +299,14 @@ def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
     ):
         parts = sorted(set(names) & set(targets))
         if fused in targets and parts:
-            problems.add("lora.target", f"{fused} already includes {', '.join(parts)}; remove either")
+            problems.add("lora.target", f"{fused} already includes {', '.join(parts)}; remove one or the other")
     _patterns(args, problems)
     _quantization(args, problems)
     copies = copied_modules(args)
     for name in sorted(copies - set(MODULES)):
         problems.add("lora.modules_to_save", f"{name}: expected embed_tokens (embed_in) or lm_head (embed_out)")
     if "lm_head" in copies and args.score_head:
-        problems.add("lora.modules_to_save", "lm_head: a reward model has none; remove it")
+        problems.add("lora.modules_to_save", "lm_head: a reward model has no such module; remove it")
     if "lm_head" in copies and not args.no_weight_tying and "embed_tokens" not in copies:
         problems.add(
             "lora.modules_to_save",
@@ -298,7 +316,8 @@ def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _patterns(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check `lora.rank_pattern` and `lora.alpha_pattern`."""
+    """Checks `lora.rank_pattern` and `lora.alpha_pattern`: regular expressions of modules, and their
+    numbers."""
     assert args.lora is not None
     adapted = [(name, block) for block in range(args.num_layers) for name in block_targets(args, block)]
     for table, is_value, expected in (
@@ -327,7 +346,7 @@ def _quantization(args: ResolvedArgs, problems: ErrorCollector) -> None:
         return
     if args.lora["save"] == "both":
         problems.add(
-            "lora.save", "both would save 4-bit weights, which each start makes from `load` again; set adapter"
+            "lora.save", "both cannot save 4-bit base weights, which each start makes from `load` again; set adapter"
         )
     if args.precision_fp8 not in ("off", "auto"):
         place = args.cite("precision_fp8")

@@ -1,5 +1,6 @@
-"""Translates keys of other stacks (TRL, peft, axolotl, ...) to ours, by the tables of
-docs/from-other-stacks.md.
+"""Translates keys of other training frameworks (TRL, peft, axolotl, ...) to ours.
+
+The tables are those of docs/from-other-stacks.md.
 
 The tables are read when a configuration has an unknown key.
 """
@@ -9,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TABLES = Path(__file__).with_suffix(".txt")
-_LINK = re.compile(r"\s*\(?\[[^]]+\]\([^)]+\)\)?")  # which lead nowhere outside of the page
+_LINK = re.compile(r"\s*\(?\[[^]]+\]\([^)]+\)\)?")  # links, which work only on the page
 _MAX_ANSWERS = 3
 
 
 def name_here(name: str) -> str | None:
-    """Returns our key for a key of another stack, and the stacks that have it: `save (TRL, axolotl)`.
+    """Returns our key for a key of other training frameworks, and these frameworks: `save (TRL, axolotl)`.
 
-    If stacks use the name for different things, it returns up to `_MAX_ANSWERS` such answers. None if no
-    stack has the name.
+    If frameworks use the name for different things, returns up to `_MAX_ANSWERS` such answers. Returns None
+    if no framework has the name.
     """
     stacks_by_answer: dict[str, list[str]] = {}
     for stack, names, answer in _rows():
@@ -30,16 +31,18 @@ def name_here(name: str) -> str | None:
 
 
 def _paired(names: list[str], answer: str) -> list[str]:
-    """Returns our answer for each of another stack's names in a row of a table.
+    """Returns our counterpart of each name in a row of a table of another framework's keys.
 
-    It is one key for each name if `answer` has as many keys as the row has names, else all of `answer`.
+    answer: the row's cell with our keys. If it lists as many keys as the row has names, each name gets one of
+    them. Else each name gets all of `answer`.
     """
     single = re.findall(r"`[\w.]+`", answer)
     return single if ", ".join(single) == answer and len(single) == len(names) else [answer] * len(names)
 
 
 def _rows() -> Iterator[tuple[str, list[str], str]]:
-    """Yields (stack, the stack's names, our answer) for each row of the tables in `TABLES`."""
+    """Yields (framework, its names of a key, the cell with our key) for each row of the tables in
+    `TABLES`."""
     stack = ""
     for line in TABLES.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):

@@ -1,4 +1,4 @@
-"""Checks of the losses of fine-tuning and preference training, and of the reference model."""
+"""Checks the keys of losses of fine-tuning and preference training, and of the reference model."""
 
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
@@ -15,7 +15,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote
 
 
 def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check the losses of the run, their options, and the reference model that they need."""
+    """Checks the losses of the run, their options, and the reference model that they need."""
     _unread(args, problems)
     if args.neftune_noise_alpha:
         _noise(args, problems)
@@ -33,7 +33,7 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Notes keys that are set but are options of losses that the run does not use."""
+    """Adds a problem for each key that is set but is an option of losses that the run does not use."""
     keys, chosen = keys_of(type(args)), losses_of(args)
     readers: dict[str, dict[str, list[str] | None]] = {}  # by option and train_impl, its losses; None: all
     for name, impl in train_impls().items():
@@ -49,8 +49,8 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
         if getattr(args, option) == keys[option].default:
             continue
         if option in train_impls()[args.train_impl].online and args.dataset_impl != "online":
-            problems.add(option, f"only dataset_impl: online reads it, not {args.cite('dataset_impl')}; set that, or "
-                         "remove it")  # fmt: skip
+            problems.add(option, f"is read only with dataset_impl: online, not {args.cite('dataset_impl')}; set that, "
+                         "or remove it")  # fmt: skip
             continue
         if args.train_impl not in impls:
             readers_text = f"only train_impl: {' and '.join(impls)} {'reads' if len(impls) == 1 else 'read'}"
@@ -66,10 +66,10 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _noise(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.train_impl != "normal":
         problems.add("neftune_noise_alpha", "is for fine-tuning on texts: a policy with noise cannot be compared "
-                     f"with a reference without; remove it, or train_impl {args.cite('train_impl')}")  # fmt: skip
+                     f"with a reference without noise; remove it, or train_impl {args.cite('train_impl')}")  # fmt: skip
     elif args.pack_impl != "packed" and not args.reset_attention_mask:
-        problems.add("neftune_noise_alpha", "needs the length of each document, unknown in rows with several or with "
-                     "padding; set reset_attention_mask: true")  # fmt: skip
+        problems.add("neftune_noise_alpha", "needs the length of each document, which is unknown in rows with "
+                     "several documents or padding; set reset_attention_mask: true")  # fmt: skip
 
 
 def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -78,10 +78,10 @@ def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
         if getattr(args, name) == keys_of(type(args))[name].default:
             continue
         if not scored:
-            reason = "precompute_model_name provides them" if needs_reference(args) else "no reference is needed"
-            problems.add(name, f"is for log-probabilities of a reference, but {reason}; remove it")
+            reason = "precompute_model_name provides them" if needs_reference(args) else "the losses need none"
+            problems.add(name, f"is for log-probabilities of a reference model, but {reason}; remove it")
         elif name == "reference_cache_dir" and reference_mode(args) != "cache":
-            problems.add(name, f"only dpo_reference: cache reads it, not {args.cite('dpo_reference')}; remove it")
+            problems.add(name, f"is read only with dpo_reference: cache, not {args.cite('dpo_reference')}; remove it")
     if not scored:
         return
     if args.lora is not None and args.dpo_reference == "cache":
@@ -91,5 +91,5 @@ def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("dpo_reference", "cache is for answers from files, but the model writes them; set on_the_fly, "
                                       "or remove it")  # fmt: skip
     if args.save is not None and is_remote(args.load):
-        problems.add("load", "is remote, but a resumed run reads it again as its reference; download it, and set "
+        problems.add("load", "is remote, but a resumed run reads it again as its reference model; download it, and set "
                              "load to the local folder")  # fmt: skip

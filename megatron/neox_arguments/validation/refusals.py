@@ -1,4 +1,4 @@
-"""Refuses values that resolve but cannot run: features that were removed, are impossible, or are not built
+"""Finds values that are valid but cannot run: features that were removed, are impossible, or are not built
 yet."""
 
 from collections.abc import Iterator, Mapping
@@ -11,18 +11,20 @@ from megatron.neox_arguments.values.ffn_width import ffn_width_error
 
 
 def refusals(args: ResolvedArgs) -> dict[str, str]:
-    """Returns the reason of each refused value, and the fix, by dotted path; empty if the configuration can
-    run."""
+    """Returns the values that a run refuses: for each dotted path the reason and the fix. Empty if the
+    configuration can run."""
     reasons = dict(_refused_values(type(args), args.user_values, args))
     if args.te_mha and not args.use_bias_in_attn_linear:
         reasons["te_mha"] = (
             "Transformer-Engine's attention has biases; set use_bias_in_attn_linear: true or remove te_mha"
         )
     if args.te_layernorm_mlp and not args.use_bias_in_mlp:
-        reasons["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
+        reasons["te_layernorm_mlp"] = (
+            "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove this key"
+        )
     elif args.te_layernorm_mlp and args.activation not in ("gelu", "geglu", "relu", "reglu", "swiglu"):
-        reasons["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
-    width = ffn_width_error(args) if args.has_dense_blocks else None  # that of experts is as it is written
+        reasons["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove this key"
+    width = ffn_width_error(args) if args.has_dense_blocks else None  # experts have their own key
     if width is not None:
         key = "intermediate_size" if args.intermediate_size else "activation"
         reasons["compat_ffn_width" if args.compat_ffn_width else key] = width

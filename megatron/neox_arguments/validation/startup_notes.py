@@ -1,4 +1,4 @@
-"""Notes that are printed once at start: keys without effect, and differences from GPT-NeoX."""
+"""Finds the notes that a run prints at its start: keys without effect, and differences from GPT-NeoX."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,14 +18,15 @@ _FP8_KEYS = (
 
 
 def startup_notes(args: ResolvedArgs) -> list[str]:
-    """Returns the notes to print at start, each a line without its newline; [] if there are none."""
+    """Returns the lines to print once at the start of a run: keys without effect, and differences from
+    GPT-NeoX."""
     lines = []
     silent = _without_effect(type(args), args.user_values)
     if args.compat_no_save_optim:
         silent.pop("no_save_optim", None)
         place = args.origin("compat_no_save_optim")
         lines.append(
-            f"compat_no_save_optim ({place}): checkpoints have no optimizer state; going on needs no_load_optim: true"
+            f"compat_no_save_optim ({place}): checkpoints have no optimizer state; resuming needs no_load_optim: true"
         )
     if silent:
         lines.append("no effect here: " + "; ".join(f"{path} ({reason})" for path, reason in silent.items()))
@@ -41,12 +42,12 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
     active = [name for name in compat if getattr(args, name) not in (keys_of(type(args))[name].default, "none")]
     if active:
         settings = ", ".join(f"{name} {args.user_values[name]} ({args.origin(name)})" for name in active)
-        lines.append(f"as GPT-NeoX did it: {settings}")
+        lines.append(f"compatible with GPT-NeoX's behaviour: {settings}")
     if args.lora is not None and args.lora["target"] == "all-linear" and args.moe_num_experts > 1:
         place = args.origin("moe_num_experts")
         lines.append(f"lora.target: all-linear leaves out routed experts and routers (moe_num_experts: {place})")
     if args.compat_clip_one_is_off and not args.gradient_clipping:
-        lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
+        lines.append("gradient_clipping 1.0 means no clipping (compat_clip_one_is_off)")
     if not (args.use_bias_in_norms or args.compat_norm_bias) and args.norm in ("layernorm", "te_layernorm"):
         place = args.origin("use_bias_in_norms")
         lines.append(f"use_bias_in_norms false ({place}): norms without biases; GPT-NeoX keeps them (compat_norm_bias)")
@@ -62,15 +63,15 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
     te_layers = [name for name in ("te_mha", "te_layernorm_mlp") if getattr(args, name)]
     if te_layers and args.user_values.get("te_backend") != "native":
         layers = f"{' and '.join(te_layers)} ({args.origin(te_layers[0])})"
-        lines.append(f"{layers}: our own layers, the same maths and names on disk")
+        lines.append(f"{layers}: runs as our own layers, with the same maths and parameter names in checkpoints")
     if args.te_layernorm_mlp:
         kind, epsilon = (
             ("rms_norm", args.rms_norm_epsilon) if "rms" in args.norm else ("layernorm", args.layernorm_epsilon)
         )
         if epsilon != {"rms_norm": 1e-8, "layernorm": 1e-5}[kind]:
             lines.append(
-                f"te_layernorm_mlp: the MLP's norm adds {'1e-8' if kind == 'rms_norm' else '1e-5'}, as GPT-NeoX has it "
-                f"there, not {kind}_epsilon {epsilon} ({args.origin(f'{kind}_epsilon')})"
+                f"te_layernorm_mlp: the MLP's norm has epsilon {'1e-8' if kind == 'rms_norm' else '1e-5'}, as in "
+                f"GPT-NeoX, not {kind}_epsilon {epsilon} ({args.origin(f'{kind}_epsilon')})"
             )
     lines += [
         f"{name} ({args.origin(name)}) has no effect without {condition}" for name, condition in _inert_keys(args)
@@ -79,13 +80,13 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
 
 
 def _inert_keys(args: ResolvedArgs) -> Iterator[tuple[str, str]]:
-    """Yields the keys that were set but have no effect without another setting, each with that setting."""
+    """Yields (key, setting in words) for each key that was set but has no effect without that setting."""
     for name, condition, is_set in (
         ("checkpoint_in_cpu", "checkpoint_activations", args.checkpoint_activations),
         ("recompute_every", "checkpoint_activations", args.checkpoint_activations),
         ("lr_wsd_decay_style", "lr_decay_style: wsd", args.lr_decay_style == "wsd"),
         ("checkpoint_factor", "save", args.save is not None),
-        ("split", "texts (tools/datasets/split.py splits pairs and answers)", sample_kind(args) == "texts"),
+        ("split", "training on texts (tools/datasets/split.py splits pairs and answers)", sample_kind(args) == "texts"),
         *(condition for declaration in declarations() for condition in declaration.conditions(args)),
         ("memory_profiling_path", "memory_profiling", args.memory_profiling),
         ("hub_model_id", "push_to_hub: true", args.push_to_hub),

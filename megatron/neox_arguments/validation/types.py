@@ -1,4 +1,4 @@
-"""Checks values against declarations: types, allowed values, bounds, unknown keys."""
+"""Checks values of keys against their declarations: types, allowed values, bounds, unknown keys."""
 
 import difflib
 import math
@@ -15,16 +15,17 @@ from megatron.neox_arguments.validation.other_stacks import name_here
 
 
 class _Mismatch(Exception):
-    """A value of the wrong type or out of bounds; the message says what was expected."""
+    """Raised if a value has the wrong type or is out of bounds. The message says what was expected."""
 
 
 def check_keys(
     declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
 ) -> dict[str, Any]:
-    """Returns the checked values of all keys that `declaration` declares, with defaults. Problems are noted,
-    not raised.
+    """Returns the checked values of all keys that `declaration` declares, with defaults for unset keys.
+    Problems are added to `problems`, not raised.
 
-    A key with a problem gets its default in the result (None if it is required).
+    A key with a problem gets its default in the result (None if it is required). prefix: the section's dotted
+    path with a dot, for messages.
     """
     keys = keys_of(declaration)
     for name in user_values:
@@ -45,7 +46,12 @@ def check_keys(
 def resolve_section(
     declaration: type, user_values: Mapping[str, Any], problems: ErrorCollector, prefix: str = ""
 ) -> FrozenDict:
-    """Returns the checked values of a section, read-only, without keys that are refused or have no effect."""
+    """Returns the checked values of a section as a read-only dict, without keys that are refused or have no
+    effect.
+
+    declaration: the dataclass of the section's keys. prefix: the section's dotted path with a dot, for
+    messages.
+    """
     keys = keys_of(declaration)
     values = check_keys(declaration, user_values, problems, prefix)
     silent = {name for name, key in keys.items() if key.standing in ("refused", "later", "no effect")}
@@ -53,7 +59,7 @@ def resolve_section(
 
 
 def check_value(key: Key, path: str, value: Any, problems: ErrorCollector) -> None:
-    """Checks `value` as a value of `key`, and notes problems under its dotted `path`."""
+    """Checks whether `key` may have this value, and adds problems under its dotted `path`."""
     _checked(key, path, value, problems, None)
 
 
@@ -73,8 +79,8 @@ def _checked(key: Key, path: str, value: Any, problems: ErrorCollector, fallback
 
 
 def _coerce(annotation: Any, value: Any) -> Any:
-    """Converts `value` to the annotated type. An int is accepted as a float; Literal texts are compared
-    without case."""
+    """Converts `value` to the annotated type. An int is accepted as a float, and texts of a Literal are
+    compared without case. Raises _Mismatch."""
     members = [member for member in union_members(annotation) if member is not type(None)]
     expected = []
     for member in members:
@@ -150,9 +156,9 @@ def _check_bounds(key: Key, value: Any) -> None:
 
 
 def unknown(name: str, keys: Mapping[str, Key]) -> str:
-    """The message about a name that is not a key, with the nearest names that are."""
+    """Returns the message about a name that is not a key, with our counterpart or similar keys."""
     if (counterpart := name_here(name)) is not None:
-        return f"unknown key; here it is {counterpart}"
+        return f"unknown key; its counterpart here is {counterpart}"
     similar_keys = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
     ratios = [difflib.SequenceMatcher(None, name, similar_key).ratio() for similar_key in similar_keys]
     similar_keys = [

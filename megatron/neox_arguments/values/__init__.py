@@ -1,1 +1,1 @@
-"""Values derived from keys: batch sizes, the MLP's width, the losses of a run, remote folders."""
+"""Derives values from keys: batch sizes, the MLP's width, the losses of a run, folders for remote files."""

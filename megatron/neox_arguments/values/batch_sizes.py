@@ -1,5 +1,5 @@
-"""Batch arithmetic: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data
-parallel."""
+"""Computes batch sizes by the rule train_batch_size = micro-batch size x accumulation steps x data-parallel
+size."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,10 +8,13 @@ BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "grad
 
 
 def batch_sizes(data_parallel: int, batch: int | None, micro: int | None, steps: int | None) -> Mapping[str, int]:
-    """Returns batch, micro and steps, computed from any two of them. With batch or micro alone, steps is 1.
+    """Returns the three keys of BATCH_KEYS with their values, computed from any two of them.
 
-    Returns {} if neither batch nor micro is set. Raises ValueError, with the arithmetic, if the numbers do
-    not match.
+    batch: train_batch_size. micro: train_micro_batch_size_per_gpu. steps: gradient_accumulation_steps; 1 if
+    only one of the others is set. data_parallel: number of data-parallel ranks.
+
+    Returns {} if neither batch nor micro is set. Raises ValueError, which shows the arithmetic, if the
+    numbers do not match.
     """
     if batch is None and micro is None:
         return {}
@@ -38,6 +41,6 @@ def _divide(batch: int, divisor: int, factors: str, data_parallel: int) -> int:
         nearest = f"{lower} or {lower + divisor}" if lower else f"{divisor}"
         raise ValueError(
             f"train_batch_size {batch} is not a multiple of {factors} x {data_parallel} data-parallel ranks = "
-            f"{divisor}; {nearest} would be"
+            f"{divisor}; set it to {nearest}"
         )
     return batch // divisor

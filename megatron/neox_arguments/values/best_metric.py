@@ -24,11 +24,11 @@ def best_metric(text: str) -> tuple[str, Mode]:
     else:
         name = text
         if not name.endswith((*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER)):
-            raise ValueError(f"{name}: unknown whether low or high is better; write {name}:min or {name}:max")
+            raise ValueError(f"{name}: it is unknown whether low or high is better; write {name}:min or {name}:max")
         mode = "min" if name.endswith(_LOWER_IS_BETTER) else "max"
     if not name.startswith(PREFIXES):
         raise ValueError(
-            f"{name}: is not a validation metric; write one with its name in metrics.jsonl, such as "
-            "validation/lm_loss or eval_tasks/TASK_METRIC"
+            f"{name}: is not a validation metric; write a name as in metrics.jsonl, such as validation/lm_loss or "
+            "eval_tasks/TASK_METRIC"
         )
     return name, mode

@@ -1,4 +1,4 @@
-"""Whether `split` cuts the listed training data, too."""
+"""Decides whether the key `split` also divides the data sets of `train_data_paths`."""
 
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.values.losses import sample_kind
@@ -7,8 +7,8 @@ from megatron.neox_arguments.values.losses import sample_kind
 def cuts_listed_paths(args: ResolvedArgs) -> bool:
     """Returns whether `split` divides each of `train_data_paths` into train, validation and test documents.
 
-    This is so if the user set `split`, and neither valid_data_paths nor test_data_paths. GPT-NeoX applies
-    `split` to data_path only.
+    True if the user set `split`, and neither valid_data_paths nor test_data_paths. GPT-NeoX applies `split`
+    to data_path only.
     """
     if args.data_path is not None or not args.train_data_paths or sample_kind(args) != "texts":
         return False

@@ -1,4 +1,4 @@
-"""Values that follow from others, made before the configuration is frozen."""
+"""Derives values of keys from other keys, before the configuration is frozen."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,11 @@ _LAYER_KINDS = (
 def derive(
     values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
 ) -> dict[str, Any]:
-    """Returns `values` with all derived values that do not depend on the world size."""
+    """Returns `values` with all derived values that do not depend on the world size. Contradictions are added
+    to `problems`.
+
+    values: every key with its checked value or default. user_values: the keys that the user wrote.
+    """
     values = dict(values)
     _precision(values, problems)
     _optimizer(values, problems)
@@ -40,20 +44,20 @@ def derive(
     if values["precision_fp8"] is None:
         values["precision_fp8"] = "te" if values["te_fp8_mha"] else "off"
     if values["te_backend"] == "auto" and values["precision_fp8"] != "te":
-        values["te_backend"] = "native"  # with te the device and what is installed decide
+        values["te_backend"] = "native"  # with te, the device and the installed packages decide
     if values["text_gen_type"] is None:
         values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
     for name in ("comms_logger", "dump_state"):
         if name in (values["deepspeed_extra_args"] or {}):
             check_value(keys[name], f"deepspeed_extra_args.{name}", values["deepspeed_extra_args"][name], problems)
     _repeated(values, keys, user_values, problems)
-    values["world_size"] = None  # for_world says it
+    values["world_size"] = None  # for_world sets it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
     _dropout(values)
     if values["score_head"] is None:
         values["score_head"] = values["train_impl"] == "rm"
-    values["no_weight_tying"] |= values["score_head"]  # there is no embedding that it could be
+    values["no_weight_tying"] |= values["score_head"]  # a head of scores cannot share the embedding's weights
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
         for name in ("layer_types", "no_rope_layers", "moe_layer_freq", "num_kv_heads", "intermediate_size"):
@@ -61,17 +65,17 @@ def derive(
                 values[name] = _each_layer(name, values[name], values["num_layers"], problems)
         for name in ("num_kv_heads", "intermediate_size"):
             if isinstance(values[name], tuple) and len(set(values[name])) == 1:
-                values[name] = values[name][0]  # the model that the number makes
+                values[name] = values[name][0]  # equal values are the same model as one number
     if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values
 
 
 def _dropout(values: dict[str, Any]) -> None:
-    """Sets every dropout to 0 if `disable_dropout` is true. If unset, it becomes true except with
-    `train_impl: normal`.
+    """Sets every dropout to 0 if `disable_dropout` is true. If that key is unset, it becomes true unless
+    `train_impl` trains on texts.
 
-    Without dropout the policy of preference training is computed like its reference model.
+    Preference training compares a policy with a reference model, and both must be computed without dropout.
     """
     if values["disable_dropout"] is None:
         values["disable_dropout"] = train_impls()[values["train_impl"]].reads != "texts"
@@ -82,19 +86,20 @@ def _dropout(values: dict[str, Any]) -> None:
 def _repeated(
     values: dict[str, Any], keys: Mapping[str, Key], user_values: Mapping[str, Any], problems: ErrorCollector
 ) -> None:
-    """Checks keys that GPT-NeoX derives from others. A file may repeat the derived value; another value is a
-    problem."""
+    """Sets the keys that GPT-NeoX derives from others. A file may set such a key to the derived value; any
+    other value is a problem."""
     for name, key in keys.items():
         if key.same_as is None:
             continue
         value, origin = _value_at(values, key.same_as), problems.origin(key.same_as)
-        # An override of the one is meant for both.
+        # An override of the original key is meant for both.
         overridden = (origin or "").startswith(_OVERRIDES) and not (problems.origin(name) or "").startswith(_OVERRIDES)
         if name in user_values and not overridden and not _equals_ignoring_case(values[name], value):
             problems.add(
                 name,
-                f"{format_value(values[name])}, but {key.same_as}, which it is made from, is {format_value(value)}"
-                f"{f' ({origin})' if origin else ' by default'}; write {key.same_as} and remove {name}",
+                f"{format_value(values[name])} contradicts {key.same_as}, from which it is derived: "
+                f"{format_value(value)}{f' ({origin})' if origin else ' by default'}; write {key.same_as} "
+                f"and remove {name}",
             )
         values[name] = value
 
@@ -112,8 +117,8 @@ def _value_at(values: Any, path: str) -> Any:
 
 
 def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
-    """Sets `precision` from the fp16 and bf16 sections, or the sections from `precision`. Contradictions are
-    noted."""
+    """Sets `precision` from the sections fp16 and bf16, or the sections from `precision`. Contradictions are
+    added to `problems`."""
     for name, precision, section in (("fp16", "fp16", values["fp16"]), ("bf16", "bfloat16", values["bf16"])):
         if section is None:
             continue
@@ -126,12 +131,12 @@ def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
             precision_origin = problems.origin("precision")
             conflict = "bf16 and fp16 are both enabled"
             if precision_origin:
-                conflict = f"precision is {values['precision']} ({precision_origin})"
+                conflict = f"is true, but precision is {values['precision']} ({precision_origin})"
             problems.add(f"{name}.enabled", f"{conflict}; remove one, as in --set {name}=null")
         elif section["enabled"]:
             values["precision"] = precision
         elif values["precision"] == precision:
-            problems.add(f"{name}.enabled", f"false, but precision is {precision}; remove one of them")
+            problems.add(f"{name}.enabled", f"is false, but precision is {precision}; remove one of them")
     values["precision"] = values["precision"] or "fp32"
     for name, precision, declaration in (("fp16", "fp16", Fp16), ("bf16", "bfloat16", Bf16)):
         if values["precision"] == precision and values[name] is None:
@@ -139,17 +144,17 @@ def _precision(values: dict[str, Any], problems: ErrorCollector) -> None:
 
 
 def _optimizer(values: dict[str, Any], problems: ErrorCollector) -> None:
-    """Adds the defaults of the chosen optimizer's parameters. A parameter of another optimizer is a
-    problem."""
+    """Sets unset parameters of the chosen optimizer to their defaults. A parameter that this optimizer does
+    not have is a problem."""
     if values["optimizer"] is None:
         values["optimizer"] = resolve_section(Optimizer, {"params": {"lr": 1e-3}}, problems)
     kind, params = values["optimizer"]["type"], values["optimizer"]["params"]
     if params is None:
         return
-    if params["weight_decay"] is not None:  # DeepSpeed's place for it
+    if params["weight_decay"] is not None:  # where DeepSpeed's files have it
         origin = problems.origin("weight_decay")
         if origin and values["weight_decay"] != params["weight_decay"]:
-            problems.add("optimizer.params.weight_decay", f"{params['weight_decay']}, but weight_decay is "
+            problems.add("optimizer.params.weight_decay", f"is {params['weight_decay']}, but weight_decay is "
                 f"{values['weight_decay']} ({origin}); remove one of them")  # fmt: skip
         values["weight_decay"] = params["weight_decay"]
     params = {name: value for name, value in params.items() if name != "weight_decay"}
@@ -168,17 +173,20 @@ def _optimizer(values: dict[str, Any], problems: ErrorCollector) -> None:
 def _each_layer(
     name: str, pattern: tuple[Any, ...], num_layers: int, problems: ErrorCollector
 ) -> tuple[Any, ...] | None:
-    """Returns a value for each layer, by repeating the pattern; None, and a problem noted, if it is empty or
-    too long."""
+    """Returns a value for each layer, by repeating the pattern. If it is empty or longer than num_layers,
+    adds a problem and returns None.
+
+    name: the key of the pattern.
+    """
     if not 0 < len(pattern) <= num_layers:
-        problems.add(name, f"has {len(pattern)} layers, but num_layers is {num_layers}")
+        problems.add(name, f"has {len(pattern)} values, but num_layers is {num_layers}; write 1 to that many")
         return None
     return tuple(pattern[i % len(pattern)] for i in range(num_layers))
 
 
 def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tuple[str, ...]:
-    """Returns the kind of each layer, from `[[[kinds...], count], ...]` (count may be `all`) or from a list
-    of kinds."""
+    """Returns the kind of each layer, such as "flash". config: `attention_config`, either a list of kinds or
+    `[[[KIND, ...], COUNT], ...]`, in which COUNT may be `all`."""
     if config is None:
         return ("global",) * num_layers
     if all(isinstance(item, str) for item in config):
@@ -207,5 +215,7 @@ def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tupl
                 f"expected global, flash, mamba, mamba2, attention, mlp or moe, got {format_value(kind)}",
             )
     if len(kinds) != num_layers:
-        problems.add("attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}")
+        problems.add(
+            "attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}; correct one of them"
+        )
     return tuple(kinds)

@@ -1,4 +1,5 @@
-"""The inner width of the MLP: what `intermediate_size` means here, in GPT-NeoX and in its fork."""
+"""Computes the inner width of the MLP. `intermediate_size` differs in meaning here, in GPT-NeoX and in its
+fork."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -26,10 +27,11 @@ PUBLISHED: Final = {
 
 
 def ffn_width(values: Any, convention: str | None = None) -> int | tuple[int, ...]:
-    """Returns the true inner width of the MLP: a number, or one for each layer if intermediate_size is a
+    """Returns the true inner width of the MLP: a number, or a number for each layer if intermediate_size is a
     list.
 
-    values: a configuration, `ResolvedArgs`. convention: how to read the keys, see `_width`.
+    values: a configuration, `ResolvedArgs`. convention: the meaning of the keys (none, upstream or fork), as
+    in compat_ffn_width; None: as configured. Raises ValueError if the keys contradict each other.
     """
     intermediate_size = values.intermediate_size
     if isinstance(intermediate_size, tuple):
@@ -40,11 +42,16 @@ def ffn_width(values: Any, convention: str | None = None) -> int | tuple[int, ..
 def _width(values: Any, intermediate_size: int | None, convention: str | None) -> int:
     """Returns the true inner width: rows of the up projection, which are columns of the down projection.
 
-    convention none: intermediate_size; if unset, 4 * hidden_size (or expansion_factor * hidden_size), for
-    gated activations two thirds of that, rounded up to mlp_multiple_of (LLaMA's rule: hidden 4096, multiple
-    of 256 -> 11008). upstream, fork: the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19.
-    None: compat_ffn_width, else fork if the file sets a key that only the fork has, else none. Raises
-    ValueError when the keys contradict each other.
+    convention: by which rule to compute the width.
+
+    "none": intermediate_size. If that is unset: 4 * hidden_size (or expansion_factor * hidden_size), two
+    thirds
+        of that for gated activations, rounded up to a multiple of mlp_multiple_of. This is LLaMA's rule:
+        hidden_size 4096 and multiples of 256 give 11008.
+    "upstream", "fork": the formulas of GPT-NeoX ea7aefd8 and of the geodesic fork c43cf19.
+    None: compat_ffn_width, else "fork" if the file sets a key that only the fork has, else "none".
+
+    Raises ValueError if the keys contradict each other.
     """
     convention = convention or values.compat_ffn_width or ("fork" if _written_for_the_fork(values) else "none")
     multiple = values.mlp_multiple_of
@@ -68,8 +75,8 @@ def _width(values: Any, intermediate_size: int | None, convention: str | None) -
 def ffn_width_error(values: Any) -> str | None:
     """Returns why the MLP's width is unclear or impossible, with the line to add; None if it is clear.
 
-    It is unclear if conventions give different widths. A convention whose width cannot run does not count,
-    since GPT-NeoX's two linears may not fit each other.
+    The width is unclear if the rules of this project, GPT-NeoX and its fork give different widths. A rule
+    does not count if its width cannot run: by GPT-NeoX's rule the two linears may not fit each other.
     """
     cannot = None
     try:
@@ -86,32 +93,33 @@ def ffn_width_error(values: Any) -> str | None:
             continue
     if len(set(widths.values())) < 2:
         return cannot
-    names = {"none": "as it is", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
+    names = {"none": "as written", "upstream": "in GPT-NeoX", "fork": "in its geodesic fork"}
     candidates = ", ".join(f"{width} {names[convention]}" for convention, width in widths.items())
     published: Mapping[Any, str] = PUBLISHED.get(values.hidden_size, {})
     fitting = [convention for convention, width in widths.items() if width in published]
     if fitting:
         width = widths[fitting[0]]
-        advice = f"{width} is {published[width]}'s: add the line `compat_ffn_width: {fitting[0]}`"
+        advice = f"{width} is the width of {published[width]}: add the line `compat_ffn_width: {fitting[0]}`"
     else:
         advice = (
-            "add the line `compat_ffn_width: none` for a new model, upstream or fork for one that was trained there"
+            "add the line `compat_ffn_width: none` for a new model, or with upstream or fork for a model trained there"
         )
-    return f"the MLP would be {candidates} wide; {advice}"
+    return f"the MLP's width is unclear: {candidates}; {advice}"
 
 
 def _written_for_the_fork(values: Any) -> bool:
-    """Returns whether a key of the fork is set together with intermediate_size, which is then the fork's true
-    width."""
+    """Returns whether a configuration sets intermediate_size and a key that only GPT-NeoX's geodesic fork
+    has. If so, intermediate_size is the true width."""
     keys = keys_of(type(values))
     return values.intermediate_size is not None and any(keys[name].source == "fork" for name in values.user_values)
 
 
 def _upstream_width(base: int, multiple: int, gated: bool) -> int:
-    """Returns the MLP's width by GPT-NeoX's formula (ParallelMLP); raises ValueError if its two linears do
-    not fit.
+    """Returns the MLP's width by the formula of GPT-NeoX's ParallelMLP. Raises ValueError if its two linears
+    do not fit.
 
-    The first linear is rounded to 2 * multiple, the input of the second to multiple.
+    The output of the first linear is rounded up to a multiple of 2 * `multiple`, the input of the second
+    linear to a multiple of `multiple`.
     """
     rows = int(base * 2 / 3) if gated else base
     columns = _round_up(rows // 2 if gated else rows, multiple)

@@ -1,5 +1,4 @@
-"""Reads the section `lora`: the projections that have adapters, their scale, and the modules that are
-copied."""
+"""Reads the section `lora`: which projections have adapters, their scale, and which modules have copies."""
 
 import math
 import re
@@ -7,15 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from megatron.neox_arguments.model_args import ModelArgs
 
-# The linears of a block by the names of HuggingFace's modules, as peft's target_modules has them.
+# Names of a block's linears in HuggingFace's models, as in peft's target_modules
 _GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
-# The names of GPT-NeoX's modules that are one of LLaMA's by another name.
+# Names of GPT-NeoX's modules, each with LLaMA's name of the same module
 _ALIASES: Mapping[str, str] = {"dense": "o_proj", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
 _MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h", "up_proj", "gate_proj", "down_proj")
 _ATTENTION_NAMES = ("query_key_value", "dense", "q_proj", "k_proj", "v_proj", "o_proj")
-_FUSED = "gate_up_proj"  # both of a gated MLP as one, as Phi 3 and GLM 4 have it
-_MAMBA_NAMES = ("in_proj", "x_proj")  # not out_proj, past whose module kernels read its weight: peft has none either
+_FUSED = "gate_up_proj"  # gate and up projection as one linear, as in Phi 3 and GLM 4
+_MAMBA_NAMES = ("in_proj", "x_proj")  # not out_proj: kernels read its weight without calling the module, as in peft
 ALL_LINEAR = "all-linear"
 MODULES = ("embed_tokens", "lm_head")
 _MODULE_NAMES = {
@@ -25,8 +24,8 @@ _MODULE_NAMES = {
 
 
 def known_targets(args: ModelArgs) -> tuple[str, ...]:
-    """The names that `lora.target` may hold for this model; routed experts have no adapters, shared ones
-    have."""
+    """Returns the names that `lora.target` may contain for this model. Routed experts have no adapters,
+    shared experts have."""
     absent: tuple[str, ...] = ("dense_h_to_4h",) if args.is_gated else ("gate_proj", _FUSED)
     absent += () if args.has_dense_blocks or _shares_experts(args) else (*_MLP_NAMES, _FUSED)
     absent += () if args.attends else _ATTENTION_NAMES
@@ -40,10 +39,10 @@ def _shares_experts(args: ModelArgs) -> bool:
 
 
 def lora_targets(args: ModelArgs) -> tuple[str, ...]:
-    """Returns the projections that have adapters.
+    """Returns the names of projections that have adapters, from `lora.target`.
 
-    `all-linear` means every linear of HuggingFace's model. A model with a gated MLP has LLaMA's linears, in
-    which queries, keys and values are separate. Routed experts are left out.
+    `all-linear` means every linear of the model in HuggingFace's format, without routed experts. A model with
+    a gated MLP has LLaMA's linears, in which queries, keys and values are separate.
     """
     assert args.lora is not None
     target = args.lora["target"]
@@ -54,7 +53,8 @@ def lora_targets(args: ModelArgs) -> tuple[str, ...]:
 
 
 def module_names(name: str, block: int) -> tuple[str, ...]:
-    """The names that a projection of block number `block` has in patterns: LLaMA's, then GPT-NeoX's."""
+    """Returns the full names of a projection of a block: LLaMA's, such as `model.layers.0.self_attn.q_proj`,
+    then GPT-NeoX's."""
     aliases = (name, *(gpt_neox_name for gpt_neox_name, canonical in _ALIASES.items() if canonical == name))
     in_mlp = not {*aliases}.isdisjoint(_MLP_NAMES) or name == _FUSED
     if name in _MAMBA_NAMES:
@@ -64,9 +64,10 @@ def module_names(name: str, block: int) -> tuple[str, ...]:
 
 
 def is_targeted(entry: str, name: str, block: int) -> bool:
-    """Returns whether an entry of `lora.target` matches a projection of a block.
+    """Returns whether an entry of `lora.target` means the projection `name` of block number `block`.
 
-    The entry is the projection's name, or the end of its longer name, as peft reads a list.
+    The entry is the projection's name, such as `q_proj`, or the end of its full name, such as
+    `layers.0.self_attn.q_proj`, as in peft.
     """
     return _ALIASES.get(entry, entry) == name or any(
         f".{full}".endswith(f".{entry}") for full in module_names(name, block)
@@ -74,24 +75,25 @@ def is_targeted(entry: str, name: str, block: int) -> bool:
 
 
 def is_pattern_of(pattern: str, name: str, block: int) -> bool:
-    """Returns whether a key of `lora.rank_pattern` or `lora.alpha_pattern` matches a projection of a block.
+    """Returns whether a key of `lora.rank_pattern` or `lora.alpha_pattern` matches the projection `name` of
+    block number `block`.
 
-    The key is a regular expression for the end of the projection's name, as in peft.
+    The key is a regular expression for the end of the projection's full name, as in peft.
     """
     return any(re.match(rf"(.*\.)?({pattern})$", full) for full in module_names(name, block))
 
 
 def chosen_blocks(args: ModelArgs) -> Collection[int]:
-    """The numbers of the blocks, from 0, that have adapters (`lora.layers_to_transform`)."""
+    """Returns the numbers of the blocks that have adapters, counted from 0 (`lora.layers_to_transform`)."""
     assert args.lora is not None
     chosen = args.lora["layers_to_transform"]
     return range(args.num_layers) if chosen is None else (chosen,) if isinstance(chosen, int) else chosen
 
 
 def block_targets(args: ModelArgs, block: int) -> tuple[str, ...]:
-    """Returns the projections of block number `block`, counted from 0, that have adapters.
+    """Returns the names of projections with adapters in block number `block`, counted from 0.
 
-    Each has the name that it has in checkpoints. The tuple is empty if the block has no adapters.
+    They are the names used in checkpoints. The tuple is empty if the block has no adapters.
     """
     assert args.lora is not None
     if block not in chosen_blocks(args):
@@ -101,8 +103,10 @@ def block_targets(args: ModelArgs, block: int) -> tuple[str, ...]:
 
 
 def block_adapters(args: ModelArgs, block: int) -> dict[str, tuple[int, float]]:
-    """Returns (rank, alpha) for each of `block_targets`: from the first matching pattern, else `r` and
-    `alpha`."""
+    """Returns (rank, alpha) for each projection with an adapter in a block, by name.
+
+    They come from the first matching key of rank_pattern and of alpha_pattern, else from `r` and `alpha`.
+    """
     assert args.lora is not None
     sizes = {}
     for name in block_targets(args, block):
@@ -115,28 +119,28 @@ def block_adapters(args: ModelArgs, block: int) -> dict[str, tuple[int, float]]:
 
 
 def lora_scale(args: ModelArgs, r: int, alpha: float) -> float:
-    """The factor of an adapter's output: alpha / r, with rslora alpha / sqrt(r)."""
+    """Returns the factor of an adapter's output: alpha / r, or alpha / sqrt(r) if `lora.rslora` is true."""
     assert args.lora is not None
     return alpha / (math.sqrt(r) if args.lora["rslora"] else r)
 
 
 def adapter_names(args: ModelArgs) -> tuple[str, ...]:
-    """Returns the projections that have adapters in any block, by their names in checkpoints."""
+    """Returns the names of projections that have adapters in any block, as used in checkpoints."""
     return tuple(sorted({name for block in range(args.num_layers) for name in block_targets(args, block)}))
 
 
 def copied_modules(args: ModelArgs) -> frozenset[str]:
-    """Returns the entries of `MODULES` that have a trained copy, as `lora.modules_to_save` asks.
+    """Returns which of embed_tokens and lm_head have a trained copy, from `lora.modules_to_save`.
 
-    A tied head shares the copy of the embedding.
+    A tied output layer shares the copy of the embedding.
     """
     names = (args.lora or {}).get("modules_to_save") or ()
     return frozenset(_MODULE_NAMES.get(name, name) for name in names)
 
 
 def adapter_keys(args: ModelArgs) -> dict[str, object] | None:
-    """Returns the settings of `lora` that a user of the adapters needs, for manifests; None if `lora` is
-    unset."""
+    """Returns the settings of `lora` that are needed to use the adapters, for a checkpoint's manifest; None
+    if `lora` is unset."""
     if args.lora is None:
         return None
     settings = {name: args.lora[name] for name in ("r", "alpha", "rslora", "dora")}
@@ -154,7 +158,7 @@ def adapter_keys(args: ModelArgs) -> dict[str, object] | None:
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Parses `PATH=WEIGHT` or `PATH` (weight 1) into (path, weight)."""
+    """Parses an entry of `adapter`, `PATH=WEIGHT` or `PATH` (weight 1), into (path, weight)."""
     path, equals, number = text.rpartition("=")
     try:
         return (path, float(number)) if equals and path else (text, 1.0)
@@ -163,8 +167,8 @@ def weighted(text: str) -> tuple[str, float]:
 
 
 def served_adapters(adapter: Sequence[str]) -> dict[str, str]:
-    """Returns the paths of the adapters written NAME=PATH in `adapter`, by name. They are served side by
-    side."""
+    """Returns the paths of adapters that the key `adapter` lists as NAME=PATH, by name. They are served
+    together, each as model NAME."""
     paths = {}
     for text in adapter:
         name, equals, path = text.partition("=")
@@ -174,5 +178,6 @@ def served_adapters(adapter: Sequence[str]) -> dict[str, str]:
 
 
 def merged_adapters(adapter: Sequence[str]) -> list[tuple[str, float]]:
-    """Returns (path, factor) for every entry of `adapter`, to be merged into the weights."""
+    """Returns (path, weight) for every entry of the key `adapter`. These adapters are merged into the model's
+    weights."""
     return [weighted(text) for text in adapter]

@@ -6,51 +6,54 @@ from megatron.neox_arguments.keys.losses import Loss
 from megatron.neox_arguments.methods import declaration_of, train_impls
 from megatron.neox_arguments.resolved import ResolvedArgs
 
-_SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where others stand, takes about that
+_SAVING_THAT_PAYS = 0.02  # share of tokens; about the cost of attention that reads shared prefixes
 
 
 def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers", "generated"]:
-    """Returns the kind of a sample: text, a pair of answers, a judged answer, or an answer the model
-    writes."""
+    """Returns the kind of data that a run trains on.
+
+    texts: documents. pairs: a chosen and a rejected answer. answers: one answer with a judgement. generated:
+    answers that the model writes.
+    """
     impl = train_impls()[args.train_impl]
     return "generated" if impl.online and args.dataset_impl == "online" else impl.reads
 
 
 def writes_pairs(args: ResolvedArgs) -> bool:
-    """Whether a run is trained on pairs of answers that its model writes (online DPO)."""
+    """Returns whether a run trains on pairs of answers that its model writes (online DPO)."""
     return args.train_impl == "dpo" and sample_kind(args) == "generated"
 
 
 def row_places(args: ResolvedArgs) -> int:
     """Returns the number of tokens in a row of data: seq_length + 1, because the last position needs a label.
 
-    For a reward model, which predicts no tokens, it is seq_length.
+    For a reward model, which predicts no tokens, returns seq_length.
     """
     return args.seq_length + (args.train_impl != "rm")
 
 
 def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
-    """Returns the losses that a run adds up, by name, as entries of the table of its kind."""
+    """Returns the losses whose sum a run minimises, by name, from the table of losses of its `train_impl`."""
     impl = train_impls()[args.train_impl]
     chosen = getattr(args, impl.key) if impl.key else ()
     return {name: impl.losses[name] for name in ((chosen,) if isinstance(chosen, str) else chosen)}
 
 
 def needs_reference(args: ResolvedArgs) -> bool:
-    """Whether batches hold the log-probabilities of a reference model."""
+    """Returns whether batches contain the log-probabilities of a reference model."""
     declared = declaration_of(args).needs_reference(args)
     return any(loss.needs_reference for loss in losses_of(args).values()) if declared is None else declared
 
 
 def scores_reference(args: ResolvedArgs) -> bool:
-    """Returns whether the run computes the reference's log-probabilities itself; pair data may contain them
-    instead."""
+    """Returns whether the run computes the reference model's log-probabilities itself. Data of pairs may
+    contain them instead (`precompute_model_name`)."""
     precomputed = args.precompute_model_name is not None and sample_kind(args) == "pairs"
     return needs_reference(args) and not precomputed
 
 
 def reference_mode(args: ResolvedArgs) -> Literal["cache", "on_the_fly"]:
-    """Returns `dpo_reference`, with `auto` resolved."""
+    """Returns the value of `dpo_reference`, in which `auto` is replaced by cache or on_the_fly."""
     if args.dpo_reference != "auto":
         return args.dpo_reference
     return "cache" if args.lora is None and sample_kind(args) != "generated" else "on_the_fly"

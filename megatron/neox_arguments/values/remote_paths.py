@@ -1,4 +1,4 @@
-"""Remote paths: `save` and `load` as scheme://bucket/folder, and data that must be copied."""
+"""Reads and checks remote paths such as s3://bucket/folder, and finds local folders for their files."""
 
 import difflib
 import getpass
@@ -10,21 +10,21 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def scheme_of(path: str | None) -> str | None:
-    """Returns the scheme of a remote path: `s3` of s3://bucket/run; None for a local folder, and for hf:// (a
-    model on the Hub)."""
+    """Returns the scheme of a remote path: s3://bucket/run gives `s3`. Returns None for a local folder, and
+    for hf:// (a model on the Hub)."""
     match = _SCHEME.match(path or "")
     return match[1] if match is not None and match[1] != "hf" else None
 
 
 def is_remote(path: str | None) -> bool:
-    """Returns whether a path is scheme://bucket/folder, which fsspec reads, and not a local folder."""
+    """Returns whether a path is remote (SCHEME://BUCKET/FOLDER, read by fsspec), not a local folder or hf://."""
     return scheme_of(path) is not None
 
 
 def staging_folder(path: str, staging: str | None) -> str:
-    """Returns the local folder in which files of a remote path are staged.
+    """Returns the local folder that holds copies of a remote path's files before uploads and after downloads.
 
-    staging: `remote_staging`; None: a folder for this user in the system's temporary folder.
+    staging: the key `remote_staging`; None: a folder for this user in the system's temporary folder.
     """
     scheme, _, inner = path.partition("://")
     parts = [re.sub(r"[^\w.=-]", "_", part) for part in inner.split("/") if part]
@@ -34,7 +34,7 @@ def staging_folder(path: str, staging: str | None) -> str:
 
 
 def remote_path_error(path: str) -> str | None:
-    """Returns an error message for a remote path that cannot be used, else None."""
+    """Returns an error message if a remote path cannot be used (unknown scheme, or no bucket), else None."""
     from fsspec import available_protocols  # comes with torch
 
     scheme, inner = scheme_of(path) or "", path.partition("://")[2]
@@ -59,8 +59,9 @@ def remote_data_error(path: str) -> str | None:
     if scheme is None:
         return None
     if scheme.lower() in ("file", "local"):
-        return f"{path}: a path of this machine; write it without the scheme: {path.partition('://')[2]}"
+        return f"{path}: is a path of this machine; write it without the scheme: {path.partition('://')[2]}"
     return (
-        f"{path}: data are mapped from a file system, not read from an object store; copy PREFIX.idx and PREFIX.bin "
-        "to a disk that each machine sees (aws s3 cp, or fsspec's get), or mount the bucket, and name that path"
+        f"{path}: data cannot be read from an object store, because files are memory-mapped; copy PREFIX.idx and "
+        "PREFIX.bin to a disk that each machine sees (aws s3 cp, or fsspec's get), or mount the bucket, and name that "
+        "path"
     )

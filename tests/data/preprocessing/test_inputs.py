@@ -233,7 +233,7 @@ def test_a_pointer_of_git_lfs_is_no_data(pushed: Path, tmp_path: Path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_text(pointer)
     (tmp_path / "README.md").write_text((pushed / "README.md").read_text().split("  - split: validation")[0] + "---\n")
-    refused(r"train-00000-of-00001\.parquet: a pointer of git-lfs.*git lfs pull", tmp_path)
+    refused(r"train-00000-of-00001\.parquet: is a git-lfs pointer.*git lfs pull", tmp_path)
 
 
 def test_the_tools_take_the_flags(pushed: Path, tmp_path: Path):

@@ -165,8 +165,8 @@ def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("keys", "message"), [
     ({"save": None, "checkpoint_factor": None}, "push_to_hub: needs save"),
-    ({"save": "s3://bucket/run"}, "push_to_hub: reads checkpoints of a folder, and save s3://bucket/run"),
-    ({"hub_model_id": "run"}, "hub_model_id: 'run' is not ORGANISATION/NAME"),
+    ({"save": "s3://bucket/run"}, "push_to_hub: .*local folder.*s3://bucket/run"),
+    ({"hub_model_id": "run"}, "hub_model_id: 'run' .*ORGANISATION/NAME"),
 ])  # fmt: skip
 def test_keys_that_do_not_fit(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     values = config(LLAMA, ADAMW, **{"save": str(tmp_path), "checkpoint_factor": 1, **PUSH, **keys})

@@ -32,7 +32,7 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
     ("train.py: error: port 29500 of host a is taken, so rank 0 cannot listen at a:29500", "port in use"),
     ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
     ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
-    ("deepy.py: error: Slurm gave this node 4 GPUs, but torch sees 3: check nvidia-smi there", "node failure"),
+    ("deepy.py: error: Slurm gave this node 4 GPUs, but torch sees 3: run nvidia-smi there", "node failure"),
     ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
     ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
     ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),

@@ -186,7 +186,7 @@ def test_what_cannot_be_reported_is_said_in_a_line(tmp_path: Path, monkeypatch: 
 
 def test_report_true_needs_bokeh_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     args = NeoXArgs.from_dict(config(MODEL, report=True))
-    with pytest.raises(ConfigError, match="report: the report needs a folder"):
+    with pytest.raises(ConfigError, match="report: needs a folder"):
         require_report(args)
     require_report(args.replace(save="there"))
     monkeypatch.setattr("megatron.neox_arguments.optional_packages.find_spec", lambda name: None)

@@ -123,7 +123,7 @@ def test_the_other_package_of_that_name(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="not NVIDIA's.*pip uninstall apex"):
+    with pytest.raises(ConfigError, match="apex.*another project.*pip uninstall apex"):
         uses_apex(_asks(True), CPU)
     del sys.modules["apex"]
 
