@@ -82,8 +82,8 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--eval_tasks", "--eval-tasks", nargs="+", metavar="TASK",
-        help="tasks, separated by spaces or commas (default: the site's NEOX_EVAL_TASKS; if that is empty, --eval takes "
-        f"the run's eval_tasks, else {', '.join(USUAL_TASKS)})",
+        help="tasks, separated by spaces or commas (default: the site's NEOX_EVAL_TASKS; if that is empty, --eval "
+        f"takes the run's eval_tasks, else {', '.join(USUAL_TASKS)})",
     )  # fmt: skip
     parser.add_argument(
         "--task_include_path",
