@@ -1,6 +1,6 @@
 """Operates runs outside training: cluster jobs and their state, uploads to the HuggingFace Hub, reports,
 monitoring.
 
-`run_folder.py` reads a run's folders, for all of them. Training does not import this package; the entry
-script passes its callbacks to the training loop.
+`run_folder.py` reads the folders of a run; the other modules use it. The training loop does not import this
+package: train.py passes the callbacks of this package to it.
 """

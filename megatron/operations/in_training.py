@@ -1,5 +1,5 @@
-"""The parts of this package that a training run uses: checks before it starts, callbacks, a report at its
-end."""
+"""Provides a training run with checks before it starts, callbacks for `push_to_hub` and `metrics_port`, and a
+report at its end."""
 
 import logging
 from pathlib import Path
@@ -21,8 +21,9 @@ def check_operations(args: NeoXArgs) -> None:
 
 
 def operation_callbacks(args: NeoXArgs, rank: int) -> "list[Callback]":
-    """The callbacks of `push_to_hub` and `metrics_port`. They are created before a model is loaded, so that a
-    port in use is reported at once (ConfigError)."""
+    """Creates the callbacks of `push_to_hub` and `metrics_port`; raises ConfigError if one cannot work.
+
+    They are created before the model is loaded, so that a port in use is reported at once."""
     callbacks: list[Callback] = []
     if args.push_to_hub:
         from megatron.operations.hub.in_training import PushToHub, hub_repository
@@ -31,12 +32,13 @@ def operation_callbacks(args: NeoXArgs, rank: int) -> "list[Callback]":
     if args.metrics_port is not None and rank == 0:
         from megatron.operations.monitoring import Monitoring
 
-        callbacks.append(Monitoring(args))  # the last to be closed: it also says that uploads are waited for
+        callbacks.append(Monitoring(args))  # closed last, so that it serves its pages while `close` waits for uploads
     return callbacks
 
 
 def report_at_end(args: NeoXArgs, logs: Path | None, logger: logging.Logger) -> None:
-    """Writes the report of a run with `report: true`, however the run ended. logs: its log folder."""
+    """Writes the HTML report if `report: true` is set, whether the run finished or failed. logs: its log
+    folder."""
     if args.report and logs is not None:
         from megatron.operations import report
 

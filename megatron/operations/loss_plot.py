@@ -1,10 +1,10 @@
-"""Plots the losses of a run's metrics.jsonl over the tokens seen, and sums them up in a sentence."""
+"""Plots the losses in a run's metrics.jsonl over the tokens seen, and summarises them in one sentence."""
 
 from pathlib import Path
 from typing import Any
 
 _ENTROPY = "validation/unigram_entropy"
-# Colour and label of further losses, drawn if a run has them
+# Colour and label of further metrics, drawn if a run logged them
 EXTRA_CURVES = {
     "train/ga_actual_loss": ("tab:red", "loss to forget"),
     "train/gd_retain_loss": ("tab:green", "loss to retain"),
@@ -13,23 +13,25 @@ EXTRA_CURVES = {
 
 
 def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows without unlearning steps, because these log another kind of loss."""
+    """Returns the rows of metrics.jsonl without those of unlearning steps, whose loss is of another kind."""
     return [row for row in rows if not row.get("train/batch_type")]
 
 
 def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Returns (consumed tokens, values) of all rows that have the metric `name`."""
+    """Returns (consumed tokens, values) of the metric `name`, one number for each row that has it."""
     chosen = [row for row in rows if name in row and "consumed_tokens" in row]
     return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
 
 
 def unigram_entropy(rows: list[dict[str, Any]]) -> float | None:
-    """The unigram entropy of the last validation's tokens, in nats; None if no row has it."""
+    """Returns the last logged unigram entropy of the validation tokens, in nats; None if no row has it."""
     return next((row[_ENTROPY] for row in reversed(rows) if _ENTROPY in row), None)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws losses in nats per token, and the unigram entropy of the validation tokens as a line."""
+    """Plots the losses in rows of metrics.jsonl over the tokens seen, and writes the picture to `path`.
+
+    Losses are in nats per token. A dashed line shows the unigram entropy of the validation tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,9 +55,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Returns one sentence with the first and last losses, and the unigram entropy for comparison."""
+    """Returns one sentence with the first and last validation loss, and the unigram entropy for
+    comparison."""
     tokens, losses = read_curve(rows, "validation/lm_loss")
-    text = "no validation loss in these metrics"
+    text = "no validation loss was logged"
     if losses:
         text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
     entropy = unigram_entropy(rows)

@@ -8,16 +8,17 @@ from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
 from megatron.process.metrics_file import MEMORY_FILE
 from megatron.process.run_files import Unfit, complete, count, list_of, map_of, number, read_object, text
 
-_MOST_BARS = 16  # of ranks in a picture
+_MOST_BARS = 16  # at most so many ranks have a bar in the picture
 _RANK = {"rank": count, "peak": count, "parts": map_of(number)}
 _TIMELINE = {"rank": count, "moments": list_of(number), "parts": map_of(list_of(number))}
 _KEYS = {"iteration", "device", "compile", "ranks", "timeline"}
 
 
 def memory_file(path: str | Path) -> Path:
-    """Returns the path of a `memory_parts.json`. path: the file itself, or `save` or the log folder of a run.
+    """Returns the path of the `memory_parts.json` that a run with `profile_memory` wrote.
 
-    Raises RunFolderError if the run has no such file.
+    path: the file itself, or the run's `save` or log folder. Raises RunFolderError if there is no such
+    file.
     """
     path = Path(path).expanduser()
     for file in (path, path / MEMORY_FILE):
@@ -27,7 +28,7 @@ def memory_file(path: str | Path) -> Path:
     file = run.logs / MEMORY_FILE
     if not file.is_file():
         raise RunFolderError(
-            f"{file}: no such file; set profile_memory to an iteration after {_iteration(run)}, the run's last so far, "
+            f"{file}: no such file; set profile_memory to an iteration after {_iteration(run)} (its last so far), "
             "and resume the run"
         )
     return file
@@ -38,7 +39,7 @@ def _iteration(run: RunFolder) -> int:
 
 
 def read_memory(file: Path) -> dict[str, Any]:
-    """The content of a `memory_parts.json`. Raises RunFolderError if the file is not one."""
+    """Returns the content of a `memory_parts.json`. Raises RunFolderError for any other file."""
     try:
         content = read_object(file)
     except (OSError, ValueError) as problem:
@@ -55,9 +56,10 @@ def read_memory(file: Path) -> dict[str, Any]:
 
 
 def table(memory: Mapping[str, Any]) -> str:
-    """Returns a table of bytes and share of each part, on the rank with the highest peak.
+    """Returns a text table of the memory that each part takes at the peak, on the rank with the highest peak.
 
-    With several ranks it also has the lowest and highest bytes of all ranks."""
+    Columns: size and share of the peak; with several ranks also the least and most of all ranks.
+    memory: from `read_memory`."""
     ranks = memory["ranks"]
     fullest = max(ranks, key=lambda rank: rank["peak"])
     rows = [(part, size, [rank["parts"][part] for rank in ranks]) for part, size in fullest["parts"].items()]
@@ -77,9 +79,11 @@ def _size(count: int) -> str:
 
 
 def plot(memory: Mapping[str, Any], path: Path) -> None:
-    """Draws a stacked bar per rank, and the parts over time within a step on the rank with the highest peak.
+    """Plots memory by part to the file `path`: a stacked bar per rank at the peak, and its course over one
+    step.
 
-    Of many ranks only those with the highest peaks are drawn."""
+    The course is that of the rank with the highest peak. At most 16 ranks have bars, those with the highest
+    peaks. memory: from `read_memory`."""
     import matplotlib
 
     matplotlib.use("Agg")

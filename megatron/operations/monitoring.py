@@ -1,7 +1,6 @@
-"""Serves the numbers of a running training to a monitoring system, from rank 0 at
-`metrics_host:metrics_port`.
+"""Serves the metrics of a run while it trains, from rank 0 over HTTP at `metrics_host:metrics_port`.
 
-`/metrics` is in Prometheus' text format, `/status` is JSON.
+The page `/metrics` is in Prometheus' text format, `/status` is JSON.
 """
 
 import math
@@ -21,67 +20,68 @@ from megatron.process.metrics_file import POSITION
 from megatron.process.run_files import to_json
 
 Answer = tuple[int, str, bytes]
-"""HTTP code, content type, body."""
+"""An HTTP response: (status code, content type, body)."""
 
 
 class Monitoring(Callback):
-    """Serves a run's metrics on rank 0, from a thread. Training steps never wait for it.
+    """Serves a run's metrics over HTTP from a thread of rank 0. Training steps never wait for it.
 
-    The port opens in the constructor, so a port in use is reported before a model is loaded. It closes with
-    the run. Values appear as soon as they are in metrics.jsonl.
+    The constructor opens the port, so a port in use is reported before a model is loaded. The port closes
+    with the run. A value is served as soon as it is in metrics.jsonl.
     """
 
     def __init__(self, args: NeoXArgs) -> None:
-        """Raises ConfigError if prometheus-client is missing or the port is in use."""
+        """Opens the port `metrics_port`. Raises ConfigError if that fails or prometheus-client is missing."""
         missing = args.error("metrics_port", "needs prometheus-client: pip install 'neox[monitoring]'")
         self._prometheus = import_optional("prometheus_client", missing)
         self._gauge = import_optional("prometheus_client.core", missing).GaugeMetricFamily
         self._args = args
         self._run: TrainingRun | None = None
         self._state = "starting"
-        self._earlier: dict[str, float | int] = {}  # values of rows before that of `_step`, the newest of each
+        self._earlier: dict[str, float | int] = {}  # newest value of each metric in the steps before `_step`
         self._step: Step | None = None
         self._server = _listen(args, {"/metrics": self._metrics_page, "/status": self._status_page})
         threading.Thread(target=self._server.serve_forever, name="metrics_port", daemon=True).start()
 
     @property
     def port(self) -> int:
-        """The open port; with `metrics_port: 0` the one that the system chose."""
+        """The number of the open port; with `metrics_port: 0` the system chooses it."""
         return self._server.server_address[1]
 
     def on_train_start(self, run: TrainingRun) -> None:
-        """Starts to report the run's position and activity."""
+        """Starts to serve the run's iteration and activity, and logs the URL."""
         self._run, self._state = run, "running"
         run.logger.info(f"metrics: http://{self._args.metrics_host}:{self.port}/metrics, and /status")
 
     def on_completed_run(self, run: TrainingRun) -> None:
-        """As at the start of steps: a checkpoint may still have to be published."""
+        """Does the same as `on_train_start`: a run without steps left may still publish a checkpoint."""
         self.on_train_start(run)
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Publishes the newest values; those of a step may become known only after later steps."""
+        """Makes `step` the newest step to serve. Its values may become known only after later steps."""
         self._earlier, self._step = self.values(), step
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Shows the state `failed` until the run has ended."""
+        """Sets the served state to `failed`."""
         self._state = "failed"
 
     def close(self) -> None:
-        """Closes the port."""
+        """Stops the HTTP server and closes its port."""
         self._server.shutdown()
         self._server.server_close()
 
     def values(self) -> dict[str, float | int]:
-        """The newest value of every metric by its name in metrics.jsonl; {} before the first row."""
+        """Returns the newest value of every metric, by its name in metrics.jsonl; {} before the first
+        step."""
         step = self._step
         row = dict(step.row) if step is not None and step.settled else {}
         return self._earlier | {name: value for name, value in row.items() if name not in POSITION}
 
     def status(self) -> dict[str, Any]:
-        """Returns the state of the run for `/status`.
+        """Returns the JSON content of the page `/status`.
 
-        It has the fields of status.json with current `status` and `iteration`. `doing` describes the current
-        activity; `metrics` has the newest values by name, null if not finite.
+        It has the fields of status.json, with current `status` and `iteration`. `doing` describes the current
+        activity. `metrics` has the newest value of each metric by name; null for NaN and infinity.
         """
         saved: dict[str, Any] = {}
         if self._run is not None and self._args.save_dir is not None:
@@ -90,9 +90,9 @@ class Monitoring(Callback):
         return {**saved, "status": self._state, **self._place(), "metrics": metrics}
 
     def collect(self) -> Iterator[Any]:
-        """Yields the families of /metrics to prometheus_client: a gauge `neox_NAME` for each value."""
+        """Yields the content of `/metrics` for prometheus_client: one gauge `neox_NAME` for each metric."""
         place = self._place()
-        state = self._gauge("neox_state", "1 for what the run is doing", labels=["state"])
+        state = self._gauge("neox_state", "1 for the state that the run is in", labels=["state"])
         state.add_metric([phase_of(self._state, place.get("doing", ""))], 1)
         yield state
         numbers = {name: value for name, value in place.items() if name != "doing"} | self.values()
@@ -116,14 +116,15 @@ class Monitoring(Callback):
 
 
 def gauge_name(name: str) -> str:
-    """The Prometheus name of a metric: `neox_train_lm_loss` for train/lm_loss."""
+    """Returns the Prometheus name of a metric, such as `neox_train_lm_loss` for train/lm_loss."""
     return "neox_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
 
 
 def phase_of(state: str, activity: str) -> str:
-    """Returns a word for what a run does. It is its state; while it runs, `training` or such as `saving`.
+    """Returns a word or two for what a run is doing, such as `training`, `saving` or `failed`.
 
-    activity: description of its current activity."""
+    state: `starting`, `running` or `failed`; only for `running` the result differs from it.
+    activity: the watchdog's description of the current activity; digits are removed."""
     if state != "running":
         return state
     if re.match(r"in (the first )?step", activity):
@@ -132,14 +133,14 @@ def phase_of(state: str, activity: str) -> str:
 
 
 def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> ThreadingHTTPServer:
-    """Opens an HTTP server at metrics_host:metrics_port. Raises ConfigError if the port cannot be opened.
+    """Returns an HTTP server that listens at metrics_host:metrics_port. Raises ConfigError if it cannot.
 
-    pages: function for each URL path, which returns the response."""
+    pages: by URL path, a function that returns the response."""
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = pages.get(self.path.partition("?")[0])
-            text = f"no such page; this server has {' and '.join(pages)}\n".encode()
+            text = f"no such page; the pages of this server are {' and '.join(pages)}\n".encode()
             code, kind, body = page() if page is not None else (404, "text/plain; charset=utf-8", text)
             self.send_response(code)
             self.send_header("Content-Type", kind)
@@ -148,7 +149,7 @@ def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> Thread
             self.wfile.write(body)
 
         def log_message(self, format: str, *values: Any) -> None:
-            """Does nothing: a line for every request would hide the run's log lines."""
+            """Logs nothing: a line for every request would hide the run's own log lines."""
 
     try:
         return _Server((args.metrics_host, args.metrics_port or 0), Pages)
@@ -161,7 +162,7 @@ def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> Thread
 
 
 class _Server(ThreadingHTTPServer):
-    """An HTTP server with one daemon thread per connection. A client that disconnects is not reported."""
+    """An HTTP server with one daemon thread per connection. It ignores clients that disconnect early."""
 
     daemon_threads = True
 
@@ -172,6 +173,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints the exception of a request, unless the client has disconnected."""
+        """Prints the exception that a request raised, unless it is an OSError (the client has
+        disconnected)."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

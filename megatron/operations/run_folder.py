@@ -1,7 +1,7 @@
-"""Reads a training run's folders, without torch.
+"""Reads the files in a training run's folders, without importing torch.
 
-`save` has status.json and training_summary.json. The log folder has metrics.jsonl and the resolved arguments
-of every start.
+The folder `save` has status.json and training_summary.json. The log folder has metrics.jsonl and the resolved
+configuration of every start.
 """
 
 import os
@@ -14,20 +14,20 @@ from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.process.metrics_file import METRICS_FILE, read_last_metrics, read_metrics
 from megatron.process.run_files import STATUS, SUMMARY, SUMMARY_SHAPE, Problems, read_fields, read_object, read_status
 
-_ARGS_FILES = "neox_args.train.*.json"  # one per start, named by `megatron.launch.plan`
+_ARGS_FILES = "neox_args.train.*.json"  # deepy.py writes one of these files at every start
 
 
 class RunFolderError(UserError):
-    """A folder holds no run, or files in it cannot be read."""
+    """A folder holds no training run, or files of the run cannot be read."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folders of one run.
+    """The folders of one training run, with methods that read their files.
 
-    save: folder of its checkpoints; None if it has none or they are in a bucket.
-    logs: `log_dir`, else `<save>/logs`.
-    problems: unusable content found while reading; show it together with the run.
+    save: folder of checkpoints; None if there is none or it is in a bucket.
+    logs: the run's `log_dir`, else `<save>/logs`.
+    problems: collects messages on unusable content of the files; show them together with the run.
     """
 
     save: Path | None
@@ -36,27 +36,30 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """The path of `metrics.jsonl`, which may not exist yet."""
+        """The path of the run's metrics.jsonl; the file may not exist yet."""
         return self.logs / METRICS_FILE
 
     def status(self) -> dict[str, Any]:
-        """The content of status.json; {} if it is missing or unreadable. Fields: `status` (running, finished,
-        stopped, failed), `reason`, `iteration`, `train_iters`, `run_id`, `time` of the last change."""
+        """Returns the content of status.json; {} if it is missing or unreadable.
+
+        Some fields: `status` (running, finished, stopped or failed), `reason`, `iteration`, `train_iters`,
+        `run_id`, `time` of the last change."""
         return read_status(self.save, self.problems) if self.save is not None else {}
 
     def summary(self) -> dict[str, Any]:
-        """The content of training_summary.json, which is written at the end of every start; {} if it is
-        missing or unreadable."""
+        """Returns the content of training_summary.json; {} if it is missing or unreadable.
+
+        A run writes the file each time it ends."""
         return read_fields(self.save / SUMMARY, SUMMARY_SHAPE, self.problems) if self.save is not None else {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order of their steps, as they were logged; [] if the file is missing
-        or unreadable."""
+        """Returns all rows of metrics.jsonl, in order of their steps; [] if it is missing or unreadable."""
         return self._read_rows(lambda: list(read_metrics(self.metrics_file, self.problems)))
 
     def last_rows(self, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
-        """The rows in the last `size` bytes of metrics.jsonl, which may have gigabytes; [] if it is missing
-        or unreadable."""
+        """Returns the rows in the last `size` bytes of metrics.jsonl; [] if it is missing or unreadable.
+
+        Use it instead of `rows` if only the end is needed: the file may have gigabytes."""
         return self._read_rows(lambda: read_last_metrics(self.metrics_file, size, self.problems))
 
     def _read_rows(self, read: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -69,28 +72,29 @@ class RunFolder:
             return []
 
     def args(self) -> NeoXArgs | None:
-        """The configuration of the newest start, with the origin of each key; None if this version can read
-        none. A start of `train.py` without deepy.py leaves none."""
+        """Returns the configuration of the newest start that can be read, with the origin of each key.
+
+        None if there is no readable one: deepy.py writes them, but a direct start of train.py does not."""
         for path in reversed(sorted(self.logs.glob(_ARGS_FILES), key=lambda path: path.stat().st_mtime_ns)):
             try:
-                read_object(path)  # refuses other things than files, and deep nesting
+                read_object(path)  # raises for anything but a regular file, and for deeply nested JSON
                 return NeoXArgs.from_json(path.read_text(encoding="utf-8"))
             except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-                reason = f"not a configuration that this version can read ({type(problem).__name__})"
+                reason = f"this version cannot read the configuration in it ({type(problem).__name__})"
                 self.problems.note(path, "", reason)
         return None
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """The run that a path names: its `save`, its log folder, or its metrics.jsonl.
+    """Returns the folders of the run to which `path` belongs: its `save`, log folder or metrics.jsonl.
 
-    Raises RunFolderError if there is none.
+    Raises RunFolderError if `path` is none of these.
     """
     path = Path(path).expanduser().absolute()
     if path.name == METRICS_FILE:
         path = path.parent
     if not path.is_dir():
-        raise RunFolderError(f"{path}: no such folder; name the `save` of a run, or its log folder")
+        raise RunFolderError(f"{path}: no such folder; give the `save` of a run, or its log folder")
     if (path / STATUS).exists():
         logged = read_status(path, Problems()).get("log_dir")
         return RunFolder(path, Path(logged) if logged and os.path.isdir(logged) else path / "logs")
@@ -99,15 +103,16 @@ def open_run(path: str | Path) -> RunFolder:
     if (path / METRICS_FILE).is_file():
         return RunFolder(_save_of(path), path)
     raise RunFolderError(
-        f"{path}: holds no run: neither {STATUS} nor {METRICS_FILE}; name the `save` of a run, or its log folder"
+        f"{path}: holds no run: neither {STATUS} nor {METRICS_FILE} is in it; give the `save` of a run, or its log "
+        "folder"
     )
 
 
 def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) -> str:
-    """Returns the name of the experiment that saves in `save`.
+    """Returns the name of the experiment to which the run that saves in `save` belongs.
 
-    It is the first folder below the site's folder of checkpoints (NEOX_CHECKPOINT_DIR), else the last folder
-    of `save`."""
+    checkpoint_dir: the site's NEOX_CHECKPOINT_DIR. For `save` below it, the name is that of the first folder
+    below it. Otherwise it is the name of the last folder of `save`."""
     path = Path(save).expanduser().absolute()
     if checkpoint_dir is not None:
         root = Path(checkpoint_dir).expanduser().absolute()
@@ -117,7 +122,7 @@ def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) ->
 
 
 def _save_of(logs: Path) -> Path | None:
-    """The folder of checkpoints of the run with this log folder."""
+    """Returns the folder of checkpoints of the run with the log folder `logs`; None if it is unknown."""
     if (logs.parent / STATUS).is_file():
         return logs.parent
     args = RunFolder(None, logs).args()

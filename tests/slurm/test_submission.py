@@ -144,7 +144,7 @@ def test_a_node_that_fails_is_left_out(submit, accounted):
 def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):
     run = submit(f"--output={tmp_path}/absent/deep/%x-%j.out")
     assert run.end() == 0, run.err
-    assert f"jobs.py: made the folder {tmp_path}/absent/deep" in run.err
+    assert f"jobs.py: created {tmp_path}/absent/deep" in run.err
     assert any("missing output folder" in line for line in run.err)
 
 
@@ -160,5 +160,5 @@ def test_what_a_person_must_mend_ends_with_a_report(submit, tmp_path, kind, mess
     (report,) = (tmp_path / "logs").glob("*.report.txt")
     text = report.read_text()
     assert text.splitlines()[0] == f"run of {run.config}: {kind}" and message in text and len(text.splitlines()) < 60
-    assert "nothing: a retry cannot repair this failure" in text and "what to look at next" in text
+    assert "nothing: submitting again cannot repair this failure" in text and "what to look at next" in text
     assert os.path.basename(report) in "\n".join(run.err) and text.strip().splitlines()[-1] in run.err

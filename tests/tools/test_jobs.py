@@ -48,10 +48,10 @@ def test_codes_and_streams(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["list", "4711"], "4711: not a folder, and this machine has no Slurm (scontrol) to ask for a job"),
-    (["list", "47l1"], "47l1: neither a job number nor the folder of a run (`save`)"),
+    (["list", "4711"], "4711: no such folder, and this machine has no Slurm (scontrol)"),
+    (["list", "47l1"], "47l1: neither a job number nor an existing folder"),
     (["list", "--user", "nobody-of-this-name"], "--user nobody-of-this-name: no such user on this machine"),
-    (["logs", "checkpoints/a"], "checkpoints/a: neither a job number nor the folder of a run (`save`)"),
+    (["logs", "checkpoints/a"], "checkpoints/a: neither a job number nor an existing folder"),
     (["cancel", "checkpoints/good"], "checkpoints/good: cannot be stopped from here: it has ended (finished)"),
     (["submit", "absent.yml"], "absent.yml: no such file"),
 ])  # fmt: skip

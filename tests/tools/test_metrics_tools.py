@@ -69,7 +69,7 @@ def test_mistakes(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         file.write_text(content)
         assert f"{file}: " in error_of(save)
     file.unlink()
-    assert f"{file}: no such file; set profile_memory to an iteration after 9, the run's last so far" in error_of(save)
+    assert f"{file}: no such file; set profile_memory to an iteration after 9 (its last so far)" in error_of(save)
     assert "holds no run: neither status.json nor metrics.jsonl" in error_of(tmp_path)
     assert "nothing.yml: no such file" in error_of(tmp_path / "nothing.yml")
     with pytest.raises(SystemExit):

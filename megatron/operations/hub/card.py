@@ -1,4 +1,4 @@
-"""The model card (README.md) of a published checkpoint: the export's card with facts of the run."""
+"""Adds facts of the training run to the model card (README.md) of a published checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from megatron.neox_arguments import NeoXArgs
 
 CARD, CURVES, CONFIG = "README.md", "curves.png", "training_config.json"
-_BEGIN = "\n<!-- of the run -->\n"  # the text below it is rewritten with the card
+_BEGIN = "\n<!-- of the run -->\n"  # a card's text below this line is replaced when facts are written again
 _ESSENTIAL = (
     "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "pos_emb", "norm", "activation",
     "tokenizer_type", "precision", "train_impl", "train_batch_size", "train_iters", "optimizer_type", "lr", "min_lr",
@@ -22,10 +22,11 @@ _SCORES = "eval_tasks/"
 class RunFacts:
     """The facts of a run that its model card shows.
 
-    args: the run's configuration.
-    data: the entry `data` of the checkpoint's manifest; {} without a manifest.
-    rows: rows of metrics.jsonl up to the checkpoint.
+    step: the checkpoint's step. args: the run's configuration. tokens: number of tokens trained up to `step`.
+    data: the entry `data` of the checkpoint's manifest.json (digests of data files); {} without a manifest.
+    rows: rows of metrics.jsonl up to `step`.
     scores: scores of an evaluation of the published model, by name.
+    has_curves: whether the folder has curves.png.
     """
 
     step: int
@@ -38,7 +39,10 @@ class RunFacts:
 
 
 def write_card(folder: Path, facts: RunFacts) -> None:
-    """Adds the facts to README.md of a converted folder; for adapters, which have none, writes it anew."""
+    """Adds the facts of a run to README.md in the folder of a converted model, in place of earlier facts.
+
+    A folder without README.md, as of LoRA adapters, gets a new one.
+    """
     from huggingface_hub import ModelCard
 
     path = folder / CARD
@@ -55,12 +59,16 @@ def write_card(folder: Path, facts: RunFacts) -> None:
 
 
 def base_model(args: NeoXArgs) -> str | None:
-    """Returns the Hub name of the model from which a run started; None if the model is not on the Hub."""
+    """Returns the Hub name of the model that a run started from (`load: hf://NAME`); None for any other
+    `load`."""
     return args.load.removeprefix("hf://").partition("@")[0] if args.load and args.load.startswith("hf://") else None
 
 
 def draw_curves(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Writes curves.png from rows that have losses. Returns whether any row has one."""
+    """Plots the losses in rows of metrics.jsonl to curves.png in `folder`.
+
+    Returns False, and writes nothing, if no row has `train/lm_loss`.
+    """
     from megatron.operations.loss_plot import plot
 
     if not any("train/lm_loss" in row for row in rows):
@@ -77,7 +85,10 @@ def _sections(facts: RunFacts) -> str:
     parts.append(f"All keys of the configuration are in `{CONFIG}`.")
     if facts.data:
         data = json.dumps(facts.data, indent=1, sort_keys=True, default=str)
-        parts += ["## Data", "Digests of the files and of their order, as the checkpoint keeps them:"]
+        parts += [
+            "## Data",
+            "Digests of the data files and of the order of their samples, from the checkpoint's manifest:",
+        ]
         parts.append(f"<details><summary>data</summary>\n\n```json\n{data}\n```\n\n</details>")
     scores = {**_run_scores(facts), **facts.scores}
     if scores:
@@ -88,7 +99,7 @@ def _sections(facts: RunFacts) -> str:
 
 
 def _run_scores(facts: RunFacts) -> dict[str, float]:
-    """Returns the scores and validation losses that the run logged at this step."""
+    """Returns the `eval_tasks` scores and validation losses that the run logged at the checkpoint's step."""
     logged: dict[str, float] = {}
     for row in facts.rows:
         if row.get("iteration") == facts.step:

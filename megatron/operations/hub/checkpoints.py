@@ -8,44 +8,48 @@ from megatron.neox_arguments import UserError
 from megatron.operations.hub.errors import HubError
 from megatron.process.run_files import Problems, read_status
 
-MANIFEST, EPHEMERAL = "manifest.json", "ephemeral"  # of `megatron.checkpointing`, whose import takes seconds
+MANIFEST, EPHEMERAL = "manifest.json", "ephemeral"  # copied: importing `megatron.checkpointing` takes seconds
 _TAG = re.compile(r"global_step(\d+)")
 
 
 def find_experiment(name: str, checkpoint_dir: str | Path) -> Path:
-    """Returns the folder of an experiment. name: a folder below `checkpoint_dir`, or a path.
+    """Returns the absolute path of an experiment's folder. name: a folder below `checkpoint_dir`, or a path.
 
-    Raises HubError if there is no such folder."""
+    Raises HubError if the folder does not exist."""
     candidates = [root / Path(name).expanduser() for root in (Path(checkpoint_dir).expanduser(), Path())]
     folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
     if folder is None:
         raise HubError(
-            f"{name}: no such experiment; looked for {' and '.join(str(path.absolute()) for path in candidates)} "
-            "(--neox_checkpoints_path, or the site's NEOX_CHECKPOINT_DIR)"
+            f"{name}: no such experiment: neither folder exists: "
+            f"{' and '.join(str(path.absolute()) for path in candidates)}; give the experiment's path, or set the "
+            "folder of experiments with --neox_checkpoints_path or the site's NEOX_CHECKPOINT_DIR"
         )
     return folder.absolute()
 
 
 def steps_in(save: Path) -> tuple[int, ...]:
-    """Returns N of each global_stepN in the folder `save` that is not an ephemeral checkpoint, the newest
-    first. Raises HubError if there is none."""
+    """Returns the step numbers N of the checkpoints global_stepN in the folder `save`, the newest first.
+
+    Ephemeral checkpoints are left out. Raises HubError if no checkpoint is left."""
     steps = sorted((step for path in save.iterdir() if (step := _step(path)) is not None), reverse=True)
     if not steps:
-        raise HubError(f"{save}: no checkpoint global_step<N> in this folder")
+        raise HubError(
+            f"{save}: no checkpoint global_step<N> in this folder; name a folder that a run saved to (`save`)"
+        )
     return tuple(steps)
 
 
 def _step(path: Path) -> int | None:
-    """Returns N of a folder global_stepN; None for any other folder and for an ephemeral checkpoint."""
+    """Returns the step N of a checkpoint folder named global_stepN; None for other paths and ephemeral
+    checkpoints."""
     match = _TAG.fullmatch(path.name)
     return int(match[1]) if match and path.is_dir() and not (path / EPHEMERAL).exists() else None
 
 
 def last_step(checkpoint: Path) -> int | None:
-    """Returns `train_iters` of the run that wrote a checkpoint; None if it is unknown.
+    """Returns the last step (`train_iters`) of the run that wrote a checkpoint; None if it is unknown.
 
-    It is read from status.json, else from the checkpoint's configuration (in `configs` for GPT-NeoX's
-    checkpoints).
+    The number comes from status.json beside the checkpoint, else from the configuration in the checkpoint.
     """
     steps: int | None = read_status(checkpoint.parent, Problems()).get("train_iters")
     if steps is None and checkpoint.is_dir():

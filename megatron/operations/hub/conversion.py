@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a folder that transformers (or peft, for adapters) loads, with its model card."""
+"""Converts a checkpoint to a folder with a model card that transformers loads (peft for LoRA adapters)."""
 
 import json
 import shutil
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> None:
     """Converts a checkpoint to a HuggingFace folder `output`, which appears only when it is complete.
 
-    tokenizer: replaces the checkpoint's tokenizer. Raises CheckpointError, HubError.
+    tokenizer: path or Hub name of a tokenizer that replaces the checkpoint's. Raises CheckpointError, and
+    HubError for a tokenizer with LoRA adapters.
 
-    Memory holds one layer at a time, and one full model for the comparison of logits.
+    The conversion holds one layer in memory at a time; the check of logits then holds one full model.
     """
     from megatron.checkpointing.adapters import export_peft, open_adapter
     from megatron.checkpointing.huggingface import add_tokenizer, export_hf
@@ -35,7 +36,10 @@ def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> Non
     args = checkpoint_args(checkpoint)
     if args.lora is not None:
         if tokenizer is not None:
-            raise HubError(f"{checkpoint}: adapters are published without a tokenizer; remove --tokenizer_hf_path")
+            raise HubError(
+                f"{checkpoint}: holds LoRA adapters, which are published without a tokenizer; remove "
+                "--tokenizer_hf_path"
+            )
         export_peft(open_adapter(checkpoint), partial)
     else:
         export_hf(checkpoint, args, partial, tokenizer=tokenizer is None)
@@ -48,9 +52,10 @@ def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> Non
 
 
 def rewrite_card(checkpoint: Path, folder: Path, scores: Mapping[str, float]) -> None:
-    """Writes the facts of the run into the card of a converted folder, in the place of earlier ones.
+    """Writes the facts of the run into the model card of a converted folder, replacing facts written before.
 
-    Rows logged after the checkpoint are left out. scores: of an evaluation of the folder."""
+    Metrics logged after the checkpoint are left out. scores: scores by name from an evaluation of
+    `folder`."""
     from megatron.checkpointing import read_manifest, step_of
     from megatron.checkpointing.saved_config import checkpoint_args
 
@@ -61,10 +66,11 @@ def rewrite_card(checkpoint: Path, folder: Path, scores: Mapping[str, float]) ->
 
 
 def neox_files(checkpoint: Path, repository: str, model: str) -> dict[str, LocalFile]:
-    """Returns the files to publish for a checkpoint in GPT-NeoX's format.
+    """Returns the files to publish for a checkpoint in GPT-NeoX's format, by their names on the Hub.
 
-    They are the checkpoint's folder, `latest`, and a model card that says how to resume from it. Raises
-    CheckpointError if a file differs from the manifest.
+    The files are those of the checkpoint, `latest`, and a model card that says how to resume the training.
+    repository: where they are published. model: repository of the converted model, which the card names.
+    Raises CheckpointError if a file differs from the manifest.
     """
     from megatron.checkpointing import verify
 
@@ -90,14 +96,14 @@ base_model: {model}
 
 # A checkpoint in GPT-NeoX's format
 
-That of [{model}](https://huggingface.co/{model}/tree/{tag}), with the state of its optimizer where the run saved it.
-`{manifest}` has a digest of each file.
+This is the checkpoint from which [{model}](https://huggingface.co/{model}/tree/{tag}) was converted, with the optimizer
+state if the run saved it. `{manifest}` has the SHA-256 of each file. To load it, download it:
 
 ```
 hf download {repository} --revision {tag} --local-dir checkpoints/{tag}-copy
 ```
 
-and `load: checkpoints/{tag}-copy` in a configuration.
+Then set `load: checkpoints/{tag}-copy` in the configuration.
 """
 
 
@@ -109,7 +115,10 @@ def _rows(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def _tokens(rows: list[dict[str, Any]], step: int, manifest: "Manifest | None", args: "NeoXArgs") -> int | None:
-    """Returns the number of tokens trained up to `step`: as the run logged it, else from consumed samples."""
+    """Returns the number of tokens trained up to `step`; None if it is unknown.
+
+    rows: of metrics.jsonl, which may have it. Else it is the manifest's consumed samples times
+    `seq_length`."""
     logged = [row["consumed_tokens"] for row in rows if row.get("iteration") == step and "consumed_tokens" in row]
     if logged:
         return int(logged[-1])

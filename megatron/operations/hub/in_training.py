@@ -1,7 +1,7 @@
-"""`push_to_hub`: rank 0 publishes checkpoints of a run in a separate process.
+"""Publishes checkpoints on the Hub while the run trains (`push_to_hub`): rank 0 starts a process per upload.
 
-Training steps never wait for it. Saving a checkpoint adds its step to a queue. The process converts and
-uploads one checkpoint at a time, the newest first. Its output is in `<log_dir>/hub.log`.
+Training steps never wait for an upload. Each saved checkpoint joins a queue. One checkpoint at a time is
+converted and uploaded, the newest first. The output of the uploads is in `<log_dir>/hub.log`.
 """
 
 import os
@@ -26,20 +26,20 @@ from megatron.operations.hub.submission import hub_variables, target_repository
 LOG = "hub.log"
 _COMMAND = "huggingface/upload_and_evaluate_checkpoint.py"
 _WAIT_S = 600.0  # for running uploads at the end of the run
-_STOP_S = 10.0  # in which a process has to end
+_STOP_S = 10.0  # from SIGTERM to SIGKILL of an upload process
 _TELL_S = 60.0
-# Variables of a rank: the uploading process is not a rank.
+# Removed from the environment of the upload process, because it is not a rank.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def hub_repository(args: NeoXArgs) -> str:
-    """Returns the repository of a run with `push_to_hub`.
+    """Returns the repository ORGANISATION/NAME to which a run with `push_to_hub` publishes.
 
-    Raises ConfigError for every mistake that can be found before the first step.
+    Raises ConfigError if packages, the token, HF_HUB_OFFLINE or the name rule out every upload.
     """
     missing = [name for name in ("huggingface_hub", "tenacity", "transformers") if find_spec(name) is None]
     if missing:
-        raise args.error("push_to_hub", f"needs {' and '.join(missing)}: pip install 'neox[hf]'")
+        raise args.error("push_to_hub", f"needs {' and '.join(missing)}; install: pip install 'neox[hf]'")
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -65,13 +65,15 @@ def hub_repository(args: NeoXArgs) -> str:
 
 
 class PushToHub(Callback):
-    """Publishes the checkpoints of a run on rank 0, as `hub_strategy` says.
+    """Publishes the checkpoints of a run from rank 0. `hub_strategy` chooses checkpoints and formats.
 
-    If an upload fails, training continues. A warning gives the command that continues the upload.
+    If an upload fails, training continues, and a warning gives the command that publishes the checkpoint
+    later.
     """
 
     def __init__(self, args: NeoXArgs, repository: str, wait_s: float = _WAIT_S) -> None:
-        """repository: result of `hub_repository`. wait_s: seconds that `close` waits for uploads."""
+        """repository: result of `hub_repository`. wait_s: most seconds that `close` waits for unfinished
+        uploads."""
         assert args.save_dir is not None
         self.save, self.repository, self.wait_s = Path(args.save_dir).absolute(), repository, wait_s
         self.only_last = args.hub_strategy == "end"
@@ -80,15 +82,15 @@ class PushToHub(Callback):
         self._waiting: list[int] = []  # the newest last
         self._step: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._run: TrainingRun | None = None  # on rank 0
-        self._other_run: TrainingRun | None = None  # on others
+        self._run: TrainingRun | None = None  # set on rank 0
+        self._other_run: TrainingRun | None = None  # set on all other ranks
         self._failed = False
 
     def on_train_start(self, run: TrainingRun) -> None:
         """Queues checkpoints that earlier starts of this run saved but did not publish."""
         if run.groups.world_rank == 0:
             self._run = run
-            # Other ranks wait for this one as long as they do for a first step.
+            # While rank 0 waits for uploads, other ranks wait for rank 0, at most first_step_timeout_mins.
             self.wait_s = min(self.wait_s, 0.5 * 60.0 * run.args.first_step_timeout_mins)
             self._waiting = [
                 step for step in self._unpublished() if not self.only_last or step == run.args.train_iters
@@ -98,11 +100,12 @@ class PushToHub(Callback):
             self._other_run = run
 
     def on_completed_run(self, run: TrainingRun) -> None:
-        """As at the start of steps: a checkpoint may still have to be published."""
+        """Does the same as `on_train_start`: a run without steps left may have an unpublished checkpoint."""
         self.on_train_start(run)
 
     def on_save(self, run: TrainingRun, step: Step, ephemeral: bool) -> None:
-        """Queues the checkpoint. With `async_save` its files may be incomplete; the upload waits for them."""
+        """Queues the saved checkpoint. With `async_save` its files may be incomplete; the upload waits for
+        them."""
         if self._run is None or ephemeral or self.only_last and step.iteration != run.args.train_iters:
             return
         if step.iteration in self._waiting or step.iteration == self._step:
@@ -111,18 +114,18 @@ class PushToHub(Callback):
         self._go_on()
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
-        """Starts the next upload if the previous one has finished."""
+        """Starts the next queued upload if no upload is running."""
         if self._run is not None:
             self._go_on()
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
-        """Notes the error, so that `close` does not wait for uploads."""
+        """Records that the run failed, so that `close` does not wait for uploads."""
         self._failed = True
 
     def close(self) -> None:
-        """Waits until all checkpoints are published, unless the run failed or was told to stop.
+        """Waits up to `wait_s` seconds for uploads, unless the run failed or was told to stop.
 
-        Then logs a command that publishes the remaining checkpoints.
+        Then stops a running upload, and logs the command that publishes the checkpoints that are left.
         """
         run = self._run
         if self._other_run is not None and not self._failed:
@@ -136,16 +139,16 @@ class PushToHub(Callback):
         self._end()
         if self.only_last and run.iteration < run.args.train_iters:
             run.logger.info(
-                f"push_to_hub: nothing was published: hub_strategy end publishes only iteration {run.args.train_iters}"
+                f"push_to_hub: nothing was published: with hub_strategy end only the checkpoint of iteration "
+                f"{run.args.train_iters} (train_iters) is published"
             )
         if left:
             tags = ", ".join(f"global_step{step}" for step in left)
-            run.logger.warning(
-                f"push_to_hub: not published yet: {tags}; this command publishes them: {self.command(left)}"
-            )
+            run.logger.warning(f"push_to_hub: not published yet: {tags}; to publish them, run: {self.command(left)}")
 
     def command(self, steps: Sequence[int]) -> str:
-        """Returns the shell command that publishes checkpoints of this run."""
+        """Returns the shell command that publishes the run's checkpoints of these steps, for a person to
+        run."""
         return f"cd {shlex.quote(str(install_root()))} && {shlex.join(['python', *self._words(steps)])}"
 
     def _words(self, steps: Sequence[int]) -> list[str]:
@@ -164,7 +167,7 @@ class PushToHub(Callback):
         ]  # fmt: skip
 
     def _left(self) -> list[int]:
-        """Steps that are queued or being uploaded, the newest first."""
+        """Returns the steps of checkpoints that are queued or being uploaded, the newest first."""
         current = [self._step] if self._is_uploading() and self._step is not None else []
         return sorted({*self._waiting, *current}, reverse=True)
 
@@ -175,12 +178,12 @@ class PushToHub(Callback):
         try:
             self._process = self._start(self._step)
         except OSError as problem:
-            self._warn(f"cannot be started ({problem})")
+            self._warn(f"the upload process cannot be started ({problem})")
 
     def _start(self, step: int) -> subprocess.Popen[bytes]:
-        """Starts the upload in a new session, so that signals to the run's session do not reach it.
+        """Starts a process that uploads the checkpoint of `step`, and returns it.
 
-        Its environment has no GPUs, and no variables of this rank.
+        It runs in a new session, so signals to the run do not reach it. It sees no GPU and no rank variables.
         """
         python_path = filter(None, [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")])
         env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
@@ -193,16 +196,17 @@ class PushToHub(Callback):
             )  # fmt: skip
 
     def _is_uploading(self) -> bool:
-        """Whether an upload process runs. The failure of one that has ended is logged once."""
+        """Returns whether an upload process is running. If it has failed since the last call, logs a
+        warning."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             if code:
-                self._warn(f"ended with code {code}: {_last_line(self.log)}")
+                self._warn(f"the upload ended with code {code}: {_last_line(self.log)}")
         return self._process is not None
 
     def _warn(self, reason: str) -> None:
         assert self._run is not None and self._step is not None
-        text = f"push_to_hub: global_step{self._step}: {reason}; training continues. This command publishes it later: "
+        text = f"push_to_hub: global_step{self._step}: {reason}; training continues. To publish it later, run: "
         self._run.logger.warning(text + self.command([self._step]))
 
     def _wait(self, run: TrainingRun) -> None:
@@ -216,13 +220,14 @@ class PushToHub(Callback):
                 tags = ", ".join(f"global_step{step}" for step in unpublished)
                 run.logger.info(
                     f"push_to_hub: waiting up to {deadline - now:.0f} s for {tags} to be published on "
-                    f"{self.repository}; {self.log} says how far it is"
+                    f"{self.repository}; progress of the upload: {self.log}"
                 )
                 tell_at = now + _TELL_S
             time.sleep(0.2)
 
     def _end(self) -> None:
-        """Stops the running upload process. A later upload continues from its journal."""
+        """Stops the upload process if one is running. A later upload of the checkpoint continues from its
+        journal."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
@@ -235,7 +240,8 @@ class PushToHub(Callback):
 
 
 def _last_line(log: Path) -> str:
-    """Returns the last line of the upload's log, which says why the upload failed."""
+    """Returns the last line of the uploads' log, which says why an upload failed; else why there is no
+    line."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Names of repositories on the Hub, derived from the names of experiments."""
+"""Derives names of repositories on the Hub from names of experiments."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.operations.hub.errors import HubError
 
-LONGEST = 96  # characters of a repository's name without its organisation, as the Hub has it
+LONGEST = 96  # the Hub's limit on characters of a repository's name, without its organisation
 _ALLOWED_NAME = re.compile(r"\w(?:[\w.-]*\w)?", re.ASCII)
 _SHORTER = {
     "blocklist_filtered": "filtered",
@@ -20,11 +20,11 @@ _LETTERS = str.maketrans({"=": "-", ",": "_", " ": "_"})
 
 
 def run_name(save: str | Path, checkpoint_dir: str | Path | None) -> str:
-    """Returns the name of the run that saves in `save`.
+    """Returns the name of the run that saves checkpoints in `save`.
 
-    It is the path below the site's folder of checkpoints (NEOX_CHECKPOINT_DIR), with its folders joined by
-    hyphens. For any other path it is the name of the last folder. Two runs of one experiment have different
-    names, unlike in `run_folder.experiment_of`, because they need different repositories.
+    Below the site's folder of checkpoints (NEOX_CHECKPOINT_DIR) it is the relative path, with folders joined
+    by hyphens: `a-b` for a/b. Elsewhere it is the name of the last folder. Runs of one experiment have
+    different names, because each needs its own repository.
     """
     path = Path(save).expanduser().absolute()
     if checkpoint_dir is not None:
@@ -35,10 +35,10 @@ def run_name(save: str | Path, checkpoint_dir: str | Path | None) -> str:
 
 
 def model_name(experiment: str, prefix: str | None = None, names: Mapping[str, str] | None = None) -> str:
-    """Returns the repository name of an experiment, without the organisation.
+    """Returns the name of the Hub repository for an experiment, without the organisation.
 
-    prefix: the site's NEOX_HUB_PREFIX.
-    names: names by experiment, from the site's NEOX_HUB_NAMES; they are used unchanged.
+    prefix: the site's NEOX_HUB_PREFIX, put before names that `names` does not contain.
+    names: repository names by experiment, from the site's NEOX_HUB_NAMES; they are used unchanged.
 
     Raises HubError for a name that the Hub does not accept. Long names are not truncated, because two
     experiments could then get the same name.
@@ -52,10 +52,10 @@ def model_name(experiment: str, prefix: str | None = None, names: Mapping[str, s
         name = f"{prefix}-{name}" if prefix else name
     problem = _problem(name)
     if problem is not None:
-        made_of = "" if mapped_name is not None else f" (made of experiment {experiment!r})"
+        made_of = "" if mapped_name is not None else f" (derived from experiment {experiment!r})"
         raise HubError(
-            f"{name!r}{made_of}: {problem}; give the experiment another name in the mapping file of NEOX_HUB_NAMES, "
-            f"as {json.dumps({experiment: 'a-name'})}"
+            f"repository name {name!r}{made_of}: {problem}; set another name in the JSON file of NEOX_HUB_NAMES, for "
+            f"example {json.dumps({experiment: 'a-name'})}"
         )
     return name
 
@@ -63,10 +63,10 @@ def model_name(experiment: str, prefix: str | None = None, names: Mapping[str, s
 def checked_id(repository: str, label: str) -> str:
     """Returns `repository` if it is a valid ORGANISATION/NAME on the Hub; else raises HubError.
 
-    label: text before the name in the message."""
+    label: what the name is, such as "--repository"; the error message begins with it."""
     organisation, slash, name = repository.partition("/")
     if not slash or "/" in name:
-        raise HubError(f"{label}: {repository!r} is not ORGANISATION/NAME")
+        raise HubError(f"{label}: {repository!r} is not ORGANISATION/NAME; write it like my-org/my-model")
     for part in (organisation, name):
         problem = _problem(part)
         if problem is not None:
@@ -75,16 +75,17 @@ def checked_id(repository: str, label: str) -> str:
 
 
 def neox_repository(repository: str) -> str:
-    """Returns the repository for a model's GPT-NeoX checkpoints. Raises HubError for a name that the Hub
-    refuses."""
+    """Returns the repository for a model's GPT-NeoX checkpoints: ORG/neox-ckpt-NAME for the model ORG/NAME.
+
+    Raises HubError for a name that the Hub does not allow."""
     organisation, _, name = repository.partition("/")
     return checked_id(f"{organisation}/neox-ckpt-{name}", f"the repository of GPT-NeoX checkpoints of {repository}")
 
 
 def read_names(file: str | Path | None) -> dict[str, str]:
-    """The mapping file of NEOX_HUB_NAMES: a JSON object of repository names by experiment; {} for None.
+    """Reads the file of NEOX_HUB_NAMES, a JSON object that maps experiments to repository names; {} for None.
 
-    Raises HubError for other content.
+    Raises HubError for other content, or if two experiments map to the same name.
     """
     if file is None:
         return {}
@@ -98,16 +99,17 @@ def read_names(file: str | Path | None) -> dict[str, str]:
     for experiment, name in names.items():
         if name in experiment_by_name:
             raise HubError(
-                f"{file} (NEOX_HUB_NAMES): {experiment_by_name[name]!r} and {experiment!r} both map to {name!r}"
+                f"{file} (NEOX_HUB_NAMES): {experiment_by_name[name]!r} and {experiment!r} both map to {name!r}; give "
+                "each experiment its own name"
             )
         experiment_by_name[name] = experiment
     return names
 
 
 def _problem(name: str) -> str | None:
-    """The reason why the Hub does not accept a name; None if it does."""
+    """Returns the reason why the Hub does not allow a repository name; None if the Hub allows it."""
     if len(name) > LONGEST:
-        return f"has {len(name)} characters, the Hub allows {LONGEST}"
+        return f"has {len(name)} characters, the Hub allows at most {LONGEST}"
     if "--" in name or ".." in name:
         return "contains '--' or '..', which the Hub does not allow"
     if name.endswith(".git"):

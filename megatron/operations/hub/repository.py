@@ -1,4 +1,5 @@
-"""One repository on the Hub: lists its revisions, and updates them without sending unchanged files."""
+"""Lists the files of a revision of a Hub repository, and updates a revision without sending unchanged
+files."""
 
 import hashlib
 import io
@@ -13,10 +14,10 @@ from megatron.operations.hub.journal import FileDigest
 from megatron.operations.hub.retrying import Patience, Say, call, watch_answers
 
 MAIN = "main"
-_SEPARATE_BYTES = 1 << 20  # bytes from which on a file is sent by itself, before the commit
-_GIT_BYTES = 64 << 20  # bytes up to which the Hub may keep a file in git itself
-# Files of each format that a loader finds by name. One left from another checkpoint would be read with the
-# new checkpoint, or in its place. Adapters have a single file, which is always replaced.
+_SEPARATE_BYTES = 1 << 20  # files of this size or more are sent before the commit, one by one
+_GIT_BYTES = 64 << 20  # the Hub may keep files up to this size in git; larger files are always in LFS
+# Files of each format that a loader finds by name. A file left from another checkpoint would be loaded
+# together with the new checkpoint, or instead of it. Adapters have a single file, which is always replaced.
 _HF = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 _NEOX = re.compile(
     r"global_step\d+/((layer|optim_layer|mp_rank|(bf16_)?zero_pp_rank)_[^/]+\.pt|manifest\.json"
@@ -31,8 +32,8 @@ Content = Path | bytes
 class LocalFile:
     """A file to be published.
 
-    content: its path or its bytes.
-    digest: digests by which the Hub identifies it.
+    content: path of the file, or its bytes.
+    digest: size and hashes by which the Hub identifies the content.
     """
 
     content: Content
@@ -40,7 +41,7 @@ class LocalFile:
 
 
 class Repository:
-    """A model repository, ORGANISATION/NAME, created when something is first published. Raises HubError."""
+    """A model repository ORGANISATION/NAME on the Hub. Its methods retry requests, and raise HubError."""
 
     def __init__(self, name: str, patience: Patience, say: Say) -> None:
         from huggingface_hub import HfApi
@@ -50,14 +51,15 @@ class Repository:
         self._api = HfApi()
 
     def prepare(self) -> None:
-        """Creates the repository if it does not exist, so that missing permissions are found before the
-        conversion."""
+        """Creates the repository if it does not exist. Called before the conversion, to find missing
+        permissions."""
         call(self.patience, self.name, lambda: self._make(MAIN), self.say)
 
     def lacks(self, revision: str, files: Mapping[str, FileDigest]) -> list[str]:
-        """Returns the names of files to upload or delete in a revision; [] if it is complete.
+        """Returns the names of files to upload to or delete from a revision; [] if it holds `files`.
 
-        They are missing files, changed files, and files of the same format from another checkpoint.
+        To upload are missing and changed files; to delete are weights in the same format from another
+        checkpoint.
         """
         published = call(self.patience, f"{self.name}@{revision}: listing", lambda: self._list(revision), self.say)
         return _difference(files, published)
@@ -65,21 +67,21 @@ class Repository:
     def publish(
         self, revision: str, files: Mapping[str, LocalFile], message: str, sent: Callable[[str], None]
     ) -> str | None:
-        """Updates a revision to hold these files and no other weights of their format, in one commit.
+        """Updates a revision in one commit, so that it holds `files` and no other weights in their format.
 
-        Files of other formats stay. Returns the commit's id; None if nothing had to change. message: of the
-        commit. sent: called with the name of each large file once the Hub has it.
+        Other files stay. Returns the commit's id; None if nothing had to change. message: the commit message.
+        sent: called with the name of each file once the Hub has it.
         """
         digests = {name: file.digest for name, file in files.items()}
         target = f"{self.name}@{revision}"
-        call(self.patience, f"{target}: making it", lambda: self._make(revision), self.say)
+        call(self.patience, f"{target}: creating the revision", lambda: self._make(revision), self.say)
         additions: dict[str, Any] = {}
         for name in self.lacks(revision, digests):
             if name in files and files[name].digest.size >= _SEPARATE_BYTES:
                 additions[name] = _addition(name, files[name])
                 action = f"{target}: sending {name} ({files[name].digest.size:,} bytes)"
                 self.say(action)
-                # Nothing is sent if the Hub keeps the file in git or has its content.
+                # huggingface_hub sends nothing if the Hub has the content already, or keeps the file in git.
                 send = partial(self._api.preupload_lfs_files, self.name, additions=[additions[name]], revision=revision)
                 call(self.patience, action, send, self.say)
                 sent(name)
@@ -87,7 +89,8 @@ class Repository:
         def commit() -> str | None:
             from huggingface_hub import CommitOperationDelete
 
-            # Listed again at each try: the commit may have succeeded although its answer was lost.
+            # Files are listed again at each try: the last commit may have succeeded although its answer was
+            # lost.
             operations: list[Any] = []
             for name in _difference(digests, self._list(revision)):
                 if name in files and name not in additions:
@@ -121,7 +124,7 @@ class Repository:
         }
 
     def _make(self, revision: str) -> None:
-        """Creates the repository and the branch if they do not exist."""
+        """Creates the repository and the branch `revision` if they do not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
@@ -134,9 +137,9 @@ class Repository:
 
 
 def digest(content: Content, sha256: str | None = None) -> FileDigest:
-    """Returns the digests by which the Hub identifies a file; its content is read once.
+    """Returns the size and hashes by which the Hub identifies a file; reads the content once.
 
-    sha256: its SHA-256, if known; then a large file is not read at all.
+    sha256: SHA-256 of the content if known; then a file over 64 MiB is not read at all.
     """
     size = len(content) if isinstance(content, bytes) else content.stat().st_size
     small = size <= _GIT_BYTES
@@ -152,7 +155,7 @@ def digest(content: Content, sha256: str | None = None) -> FileDigest:
 
 
 def folder_files(folder: Path) -> dict[str, LocalFile]:
-    """All files below a folder, by their relative names."""
+    """Returns all files below a folder with their digests, by their paths relative to it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): LocalFile(path, digest(path)) for path in paths}
 

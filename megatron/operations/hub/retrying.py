@@ -1,8 +1,8 @@
 """Retries failed requests to the Hub: decides which failures to retry, when, and with which message.
 
-huggingface_hub itself retries a request five times within half a minute, and waits silently if the Hub names
-a time. `watch_answers` disables this for the status codes 429 and 5xx, so that only the policy here applies.
-huggingface_hub still makes the first retries of broken connections.
+huggingface_hub itself retries a request five times within half a minute, and waits silently if the Hub sends
+Retry-After. `watch_answers` disables this for HTTP 408, 429 and 5xx, so that only the policy of this module
+applies. After a broken connection huggingface_hub still makes its own retries first.
 """
 
 import re
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Say = Callable[[str], None]
 
-_PASSING = (408, 429, 500, 502, 503, 504)  # temporary: a later request may succeed
-_CONFLICT = (409, 412)  # somebody else's commit came in between
+_PASSING = (408, 429, 500, 502, 503, 504)  # HTTP codes of temporary failures: a later request may succeed
+_CONFLICT = (409, 412)  # HTTP codes if another client committed in the meantime
 _SECONDS = 600.0  # timeout without a byte sent or received
 
 
 @dataclass(frozen=True)
 class Patience:
-    """The policy for temporary failures: number of retries, and seconds between them.
+    """The retry policy for temporary failures of requests: number of retries, and seconds between them.
 
-    The Hub's Retry-After is used if it is given. Otherwise waits double from `min_wait_s`. No wait is longer
-    than `max_wait_s`.
+    A wait is the Hub's Retry-After if sent; otherwise waits double from `min_wait_s`. No wait is longer than
+    `max_wait_s`.
     """
 
     max_retries: int = 20
@@ -41,7 +41,8 @@ class Patience:
 
 
 class HubBusyError(Exception):
-    """The Hub asks to retry later. retry_after: in how many seconds; None if it does not say."""
+    """The Hub answered with HTTP 408, 429 or 5xx. retry_after: seconds to wait, None if the Hub does not
+    say."""
 
     def __init__(self, status: int, request: str, retry_after: float | None) -> None:
         self.status, self.retry_after = status, retry_after
@@ -49,10 +50,10 @@ class HubBusyError(Exception):
 
 
 def watch_answers() -> None:
-    """Makes huggingface_hub raise HubBusyError when the Hub is busy, instead of waiting itself.
+    """Makes huggingface_hub raise HubBusyError for HTTP 408, 429 and 5xx, instead of waiting itself.
 
-    It also limits stalled connections to ten minutes, and hides progress bars and URLs, which may contain
-    signatures.
+    Also sets a timeout of ten minutes without data. Hides progress bars, and log lines, which may contain
+    signed URLs.
     """
     import huggingface_hub
     from huggingface_hub import utils
@@ -79,9 +80,10 @@ def _raise_busy(response: Any) -> None:
 
 
 def _retry_after(headers: Any) -> float | None:
-    """Returns the wait in seconds that the Hub asks for; None if it names none.
+    """Returns the seconds that the Hub asks to wait, from the headers of its response; None if it does not
+    say.
 
-    It is read from Retry-After (a number or a date), else from the RateLimit header if no request is left.
+    Source: Retry-After (seconds or a date), else the RateLimit header if it says that no request is left.
     """
     value = headers.get("Retry-After")
     if value is not None:
@@ -96,11 +98,11 @@ def _retry_after(headers: Any) -> float | None:
 
 
 def call(patience: Patience, action: str, function: Callable[[], Result], say: Say) -> Result:
-    """Calls a function that sends a request to the Hub, and retries temporary failures by the policy
-    `patience`.
+    """Calls `function`, which sends a request to the Hub, and returns its result; retries temporary failures.
 
-    action: for messages, such as "sending model.safetensors".
-    say: called with the reason and length of each wait.
+    patience: the retry policy.
+    action: description of the request in messages, such as "sending model.safetensors".
+    say: called before each retry with a message: the reason, and the seconds of the wait.
 
     Raises HubError for permanent failures, and if all retries failed.
     """
@@ -122,7 +124,7 @@ def call(patience: Patience, action: str, function: Callable[[], Result], say: S
                 wait_note = f" (--retry-max-wait), although the Hub says {busy.retry_after:.0f} s"
         say(
             f"{action}: {reason}; retrying in {state.next_action.sleep:.0f} s{wait_note} "
-            f"({state.attempt_number} of {patience.max_retries})"
+            f"(retry {state.attempt_number} of {patience.max_retries})"
         )
 
     try:
@@ -145,14 +147,16 @@ def _busy(state: "RetryCallState") -> HubBusyError | None:
 
 
 def _chain(problem: BaseException | None) -> Iterator[BaseException]:
-    """Returns an exception, then its causes; huggingface_hub wraps the exceptions of its threads."""
+    """Yields an exception, then its causes in order; huggingface_hub wraps exceptions of its threads in
+    others."""
     while problem is not None:
         yield problem
         problem = problem.__cause__ or problem.__context__
 
 
 def _cause(problem: BaseException | None) -> BaseException:
-    """Returns the exception of a chain that explains a failure best."""
+    """Returns the first error of the Hub or the connection among an exception and its causes; else
+    `problem`."""
     return next((cause for cause in _chain(problem) if _is_hub_error(cause)), problem or RuntimeError("no reason"))
 
 
@@ -164,7 +168,7 @@ def _is_hub_error(problem: BaseException) -> bool:
 
 
 def _passes(problem: BaseException) -> bool:
-    """Returns whether a failure may be temporary, so that a retry can succeed."""
+    """Returns whether an exception is a temporary failure, so that a retry may succeed."""
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -185,25 +189,25 @@ def _advice(problem: BaseException, patience: Patience) -> str:
     if isinstance(cause, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; unset it to upload"
     if _passes(problem):
-        return f"{one_line(cause)}, also after {patience.max_retries} retries; the same command continues from here"
+        return f"{one_line(cause)}, also after {patience.max_retries} retries; run the same command again to continue"
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) and cause.response is not None else None
     if status == 401:
-        return "the Hub rejects the token (401); set HF_TOKEN to a token with write access (.env)"
+        return "the Hub rejects the token (401); set HF_TOKEN in .env to a token with write access"
     if status == 403:
-        return "the token may not do this (403); it needs the right to write in this organisation"
+        return "the token may not do this (403); use a token that may write to repositories of this organisation"
     if status == 404:
         return f"the Hub has no such repository or revision (404): {one_line(cause)}"
     return one_line(cause) if _is_hub_error(cause) else f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def one_line(problem: BaseException) -> str:
-    """Returns the message of an exception on one line, without the token and without secrets in URLs."""
+    """Returns the message of an exception as one line, with the Hub token and secrets in URLs hidden."""
     text = " ".join(str(problem).split()) or type(problem).__name__
     return hide_token(without_secrets(text))
 
 
 def hide_token(text: str) -> str:
-    """The text with this process's token replaced by ***."""
+    """Returns the text with this process's Hub token replaced by ***."""
     from huggingface_hub import get_token
 
     token = get_token()

@@ -1,7 +1,7 @@
-"""A Slurm job for each checkpoint of an experiment.
+"""Submits one Slurm job per checkpoint of an experiment; each job publishes its checkpoint on the Hub.
 
-python -m megatron.operations.hub.submission EXPERIMENT [org] ...        (huggingface/batch_submit_checkpoints.sh)
-"""  # noqa: W505 (a line to copy)
+python -m megatron.operations.hub.submission EXPERIMENT [org] ...
+(huggingface/batch_submit_checkpoints.sh)"""  # noqa: W505 (a line to copy)
 
 import argparse
 import os
@@ -25,7 +25,7 @@ from megatron.process import begin_process, end_process, run_command
 from megatron.process.command_parser import CommandParser
 
 _NAME = "batch_submit_checkpoints.sh"
-_HELP = """Publish all checkpoints of an experiment on the HuggingFace Hub: one Slurm job each, the newest first.
+_HELP = """Publish all checkpoints of an experiment on the HuggingFace Hub: one Slurm job per checkpoint, newest first.
 
     ./huggingface/batch_submit_checkpoints.sh my-run
     ./huggingface/batch_submit_checkpoints.sh my-run my-org --upload-delay random --skip-neox-upload
@@ -33,17 +33,18 @@ _HELP = """Publish all checkpoints of an experiment on the HuggingFace Hub: one 
     squeue -u $USER | grep convert_
 
 Jobs are named convert_EXPERIMENT; jobs of the same name run one at a time. Environment variables of sbatch
-apply: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT. Type the same command again to publish the
-checkpoints that are not published yet. docs/hub.md has the rest."""
+apply: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT. Run the same command again to publish the
+checkpoints that are not published yet. docs/hub.md explains the rest."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoints that the flags name.
+    """The checkpoints that the command-line flags choose, and the repository for them.
 
-    name: name of the experiment.
-    repository: repository of the model.
-    site: the site's variables, overridden by the environment's.
+    save: folder of the checkpoints. steps: steps of the chosen checkpoints.
+    name: name of the run.
+    repository: ORGANISATION/NAME on the Hub.
+    site: variables of the site file, overridden by NEOX_* variables of the environment.
     """
 
     save: Path
@@ -54,16 +55,21 @@ class Chosen:
 
     @property
     def newest(self) -> Path | None:
-        """The newest chosen checkpoint."""
+        """The folder of the newest chosen checkpoint; None if no checkpoint is chosen."""
         return self.save / f"global_step{max(self.steps)}" if self.steps else None
 
 
 def target_repository(save: Path, organisation: str | None, site: Mapping[str, str]) -> str:
-    """The repository of the experiment that saves in `save`, named by the site's rules. Raises HubError, also
-    if another experiment of the site would get the same name."""
+    """Returns the repository ORGANISATION/NAME for the run that saves in `save`, named by the site's rules.
+
+    organisation: None for the site's NEOX_HUB_ORG. Raises HubError for an invalid name, or if another run of
+    the site would get the same name."""
     organisation = organisation or site.get("NEOX_HUB_ORG")
     if not organisation:
-        raise HubError("no organisation of the Hub is given: pass it as an argument, or set NEOX_HUB_ORG (slurm/sites)")
+        raise HubError(
+            "no organisation of the Hub is given; pass it as an argument, or set NEOX_HUB_ORG in the file of your "
+            "cluster (slurm/sites)"
+        )
     root, names = site.get("NEOX_CHECKPOINT_DIR"), read_names(site.get("NEOX_HUB_NAMES"))
 
     def name(folder: Path) -> str:
@@ -72,7 +78,7 @@ def target_repository(save: Path, organisation: str | None, site: Mapping[str, s
     def name_or_none(folder: Path) -> str | None:
         try:
             return name(folder)
-        except HubError:  # that run cannot be published
+        except HubError:  # a run with an invalid name is never published, so it cannot clash
             return None
 
     chosen = name(save)
@@ -84,7 +90,7 @@ def target_repository(save: Path, organisation: str | None, site: Mapping[str, s
 
 
 def _runs_below(root: str | None) -> list[Path]:
-    """Returns the folders of checkpoints up to three levels below `root`."""
+    """Returns the folders that hold checkpoints (a file `latest`), one to three levels below `root`."""
     if root is None:
         return []
     places = Path(root).expanduser().absolute()
@@ -92,15 +98,15 @@ def _runs_below(root: str | None) -> list[Path]:
 
 
 def hub_variables() -> dict[str, str]:
-    """Returns the site's variables, overridden by NEOX_* variables of the environment."""
+    """Returns the variables of the site file, overridden by non-empty NEOX_* variables of the environment."""
     own_variables = {name: value for name, value in os.environ.items() if name.startswith("NEOX_") and value}
     return {**site_variables(os.environ), **own_variables}
 
 
 def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False) -> Chosen:
-    """Returns the experiment and checkpoints that the flags of an upload name. Raises HubError.
+    """Returns the checkpoints and the repository that the flags of an upload command choose. Raises HubError.
 
-    may_be_empty: accept named checkpoints that do not exist yet."""
+    may_be_empty: accept checkpoints of --neox_checkpoint that do not exist yet."""
     site = hub_variables()
     site |= {"NEOX_CHECKPOINT_DIR": options.neox_checkpoints_path} if options.neox_checkpoints_path else {}
     save = find_experiment(options.experiment_name, checkpoint_folder(site))
@@ -118,13 +124,15 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
         step = tag.rstrip("/").rpartition("/")[2].removeprefix("global_step")
         if not step.isdecimal() or not may_be_empty and not (save / f"global_step{step}").is_dir():
             saved_tags = ", ".join(f"global_step{saved_step}" for saved_step in steps_in(save))
-            raise HubError(f"--neox_checkpoint {tag}: not in {save}, which holds {saved_tags}")
+            raise HubError(f"--neox_checkpoint {tag}: no such checkpoint in {save}, which holds {saved_tags}")
         steps.append(int(step))
     return Chosen(save, name, tuple(steps), repository, site)
 
 
 def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Random) -> list[list[str]]:
-    """Returns one sbatch command for each checkpoint. draw: generator of random delays. Raises HubError."""
+    """Returns one sbatch command line for each chosen checkpoint. draw: generator of random delays.
+
+    Raises HubError for flags that do not fit together."""
     tasks, patience = flags.tasks_of(options, chosen.site, chosen.newest), flags.patience_of(options)
     words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
     words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[flags.formats_of(options)]
@@ -151,14 +159,24 @@ def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Rando
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog=_NAME, description=_HELP)
-    parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
-    parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
-    flags.add_place_flags(parser)
-    flags.add_delay_flag(parser, "the first job may start; each later job starts 30 s after the one before")
     parser.add_argument(
-        "--delay-between-jobs", type=float, default=0.0, metavar="SECONDS", help="between two submissions (0)"
+        "experiment_name", metavar="EXPERIMENT", help="a folder below the site's NEOX_CHECKPOINT_DIR, or a path"
     )
-    parser.add_argument("--no-singleton", action="store_true", help="jobs of the experiment may run at once")
+    parser.add_argument(
+        "hf_org", metavar="org", nargs="?", help="organisation on the Hub (default: the site's NEOX_HUB_ORG)"
+    )
+    flags.add_place_flags(parser)
+    flags.add_delay_flag(parser, "the first job may start, and 30 s more for each later job")
+    parser.add_argument(
+        "--delay-between-jobs",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="seconds to wait between two calls of sbatch (default: 0)",
+    )
+    parser.add_argument(
+        "--no-singleton", action="store_true", help="let jobs of the experiment run at the same time, not one by one"
+    )
     flags.add_format_flags(parser)
     flags.add_tokenizer_flags(parser)
     flags.add_evaluation_flags(parser)
@@ -172,10 +190,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
         if options.delay_between_jobs < 0:
-            raise HubError(f"--delay-between-jobs {options.delay_between_jobs:g}: give seconds, 0 or more")
+            raise HubError(f"--delay-between-jobs {options.delay_between_jobs:g}: give seconds, not negative")
         chosen = experiment_of_flags(options)
         lines = sbatch_lines(options, chosen, random.Random())
-        print(f"{chosen.name}: {len(lines)} checkpoints to {chosen.repository}", flush=True)
+        print(f"{chosen.name}: publishing {len(lines)} checkpoints to {chosen.repository}", flush=True)
         if options.eval:
             tasks = flags.tasks_of(options, chosen.site, chosen.newest)
             print(f"{chosen.name}: evaluated by {' '.join(tasks)}", flush=True)
@@ -193,12 +211,12 @@ def _submit(line: Sequence[str], dry_run: bool) -> None:
     if dry_run:
         print(shlex.join(line), flush=True)
         return
-    Path("logs").mkdir(exist_ok=True)  # named in the #SBATCH line; Slurm does not create it
+    Path("logs").mkdir(exist_ok=True)  # folder of the job's log; Slurm does not create it
     try:
         done = subprocess.run(line, capture_output=True, text=True)
     except FileNotFoundError:
         raise HubError(
-            "there is no sbatch here; without Slurm: huggingface/upload_and_evaluate_checkpoint.py"
+            "this machine has no sbatch; without Slurm, run huggingface/upload_and_evaluate_checkpoint.py instead"
         ) from None
     if done.returncode:
         raise HubError(f"{shlex.join(line)}: {done.stderr.strip()}")

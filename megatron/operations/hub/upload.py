@@ -1,8 +1,8 @@
-"""Publishes one checkpoint: converts it, sends it as the revision `global_step<N>`, and evaluates it if asked
-to.
+"""Publishes one checkpoint: converts it, sends it to the revision `global_step<N>`, and evaluates it on
+request.
 
-The last checkpoint of a run is also sent as main. Every part checks the Hub and the journal first, so an
-interrupted process can simply be started again.
+The last checkpoint of a run is also sent to the revision main. Every part first checks the Hub and the
+journal for work already done, so an interrupted upload can simply be started again.
 """
 
 import json
@@ -36,15 +36,16 @@ Formats = Literal["both", "hf", "neox"]
 class Upload:
     """A checkpoint to publish.
 
-    save: the experiment's folder.
-    repository: ORGANISATION/NAME of the model.
-    is_last: the step is `train_iters`, so it becomes the revision main too.
-    scratch: folder for converted checkpoints until they are sent; None: `<save>/hub`.
-    tasks: tasks to evaluate after the upload; (): none. include: folders of the user's tasks. eval_limit:
-      number of documents of each task, for a trial.
-    tokenizer: a folder, a file or a Hub name, published instead of the checkpoint's tokenizer.
-    wandb_project, wandb_entity: where in Weights & Biases scores are logged.
-    force_eval: evaluate even if scores of these tasks are known.
+    save: the folder that holds the checkpoint global_step<step>.
+    repository: ORGANISATION/NAME of the model on the Hub.
+    is_last: `step` is the run's `train_iters`; then the checkpoint is also published as revision main.
+    scratch: folder for the converted model until it is sent; None: `<save>/hub`.
+    keep_converted: do not delete the converted model afterwards.
+    tasks: lm-eval tasks to evaluate after the upload; (): none. include: folders of the user's tasks.
+    eval_limit: number of documents of each task, for a trial; None: all.
+    tokenizer: published instead of the checkpoint's tokenizer: a folder, a file or a Hub name.
+    wandb_project, wandb_entity: Weights & Biases project and its owner, to which scores are logged.
+    force_eval: evaluate even if scores of `tasks` are known.
     """
 
     save: Path
@@ -65,32 +66,34 @@ class Upload:
 
     @property
     def tag(self) -> str:
-        """The name of the checkpoint, and of its revision."""
+        """The name of the checkpoint's folder and of its revision on the Hub: `global_step<N>`."""
         return f"global_step{self.step}"
 
     @property
     def tracking(self) -> dict[str, Any]:
-        """Keys of eval.py that send scores to Weights & Biases; {} without a project or an entity."""
+        """Configuration keys with which eval.py logs scores to Weights & Biases; {} without project and
+        entity."""
         all_keys = {"wandb_project": self.wandb_project, "wandb_team": self.wandb_entity}
         keys = {key: value for key, value in all_keys.items() if value}
         return {"use_wandb": True, "wandb_run_name": f"{self.save.name}_{self.tag}", **keys} if keys else {}
 
     @property
     def revisions(self) -> tuple[str, ...]:
-        """The revisions to update. main is first: a branch created later starts with its files."""
+        """The revisions to update. main is first, because a branch created after it starts with its files."""
         return (MAIN, self.tag) if self.is_last else (self.tag,)
 
 
 def publish_checkpoint(upload: Upload, say: Say, patience_s: float = 0.0) -> bool:
-    """Publishes a checkpoint. Returns False if it does not exist or was removed by the run meanwhile
-    (`keep_last_n_checkpoints`). patience_s: seconds in which a run may still write it.
+    """Publishes a checkpoint on the Hub. Returns False if it does not exist, or the run removed it meanwhile.
 
-    Raises HubError, CheckpointError. If the message says so, the same call continues the upload.
+    patience_s: seconds to wait for a checkpoint that the run may still be writing.
+
+    Raises HubError, CheckpointError. A repeated call continues an interrupted upload.
     """
     require_token()
     checkpoint = upload.save / upload.tag
     if not _wait_for(checkpoint, patience_s, say):
-        say(f"{upload.tag}: {checkpoint} does not exist (keep_last_n_checkpoints may have removed it); skipped")
+        say(f"{upload.tag}: skipped: {checkpoint} does not exist (keep_last_n_checkpoints may have removed it)")
         return False
     with open_journal(upload.save, upload.tag, say) as journal:
         try:
@@ -99,19 +102,19 @@ def publish_checkpoint(upload: Upload, say: Say, patience_s: float = 0.0) -> boo
             if checkpoint.is_dir():
                 raise
             journal.add("gone")
-            say(f"{upload.tag}: was removed while it was read (keep_last_n_checkpoints); skipped")
+            say(f"{upload.tag}: skipped: the run removed it during the upload (keep_last_n_checkpoints)")
             return False
     return True
 
 
 def require_token() -> None:
-    """Raises HubError unless HF_TOKEN or `hf auth login` provides a token."""
+    """Raises HubError unless huggingface_hub finds a token, from HF_TOKEN or `hf auth login`."""
     try:
         from huggingface_hub import get_token
     except ModuleNotFoundError:
-        raise HubError("huggingface_hub is not installed: pip install 'neox[hf]'") from None
+        raise HubError("huggingface_hub is not installed; install: pip install 'neox[hf]'") from None
     if not get_token():
-        raise HubError("no token: set HF_TOKEN (.env, which jobs read), or run `hf auth login`")
+        raise HubError("no token for the Hub: set HF_TOKEN in .env, which jobs read, or run `hf auth login`")
 
 
 def _publish(upload: Upload, checkpoint: Path, journal: Journal, say: Say) -> None:
@@ -135,10 +138,13 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
     converted_digests = journal.digests(source)
     has_scores = not upload.tasks or (_scores(journal, upload, source) is not None and not upload.force_eval)
     if upload.tasks and has_scores and upload.tracking:
-        say(f"{upload.tag}: its scores are known and are not logged again; --force-eval-if-exists evaluates and logs")
+        say(
+            f"{upload.tag}: its scores are known, so it is not evaluated and nothing is logged to W&B; to do both "
+            "again, add --force-eval-if-exists"
+        )
     lacks = partial(repository.lacks, files=converted_digests or {})
     if converted_digests is not None and has_scores and not any(map(lacks, upload.revisions)):
-        say(f"{upload.tag}: {repository.name} has it already")
+        say(f"{upload.tag}: nothing to do: {repository.name} has it already")
     else:
         files = _converted(upload, checkpoint, folder, source, journal, say)
         _send(repository, upload, files, journal, say)
@@ -152,16 +158,17 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
 def _converted(
     upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say
 ) -> dict[str, LocalFile]:
-    """Returns the files of the converted folder, after converting the checkpoint if they are incomplete."""
+    """Returns the files of the converted checkpoint in `folder`; converts it if they are missing or
+    changed."""
     converted_digests = journal.digests(source)
     if converted_digests is not None and folder.is_dir():
         files = folder_files(folder)
         if {name: file.digest for name, file in files.items()} == converted_digests:
-            say(f"{upload.tag}: converted before, {folder}")
+            say(f"{upload.tag}: was converted before; using {folder}")
             return files
     from megatron.operations.hub.conversion import convert, rewrite_card
 
-    say(f"{upload.tag}: converting to HuggingFace's format, {folder}")
+    say(f"{upload.tag}: converting to HuggingFace's format in {folder}")
     start_time = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
     convert(checkpoint, folder, upload.tokenizer)
@@ -193,26 +200,31 @@ def _send(repository: Repository, upload: Upload, files: Mapping[str, LocalFile]
 
 
 def _scores(journal: Journal, upload: Upload, source: str) -> dict[str, float] | None:
-    """Returns known scores of this checkpoint for `upload.tasks`; without tasks, of its last evaluation."""
+    """Returns scores of the checkpoint for `upload.tasks` from the journal; None if there are none.
+
+    Without tasks it returns the scores of the last evaluation. source: identifies the checkpoint's
+    content."""
     task_facts = {"tasks": list(upload.tasks)} if upload.tasks else {}
     line = journal.last("scores", source=source, **task_facts)
     return None if line is None else line["values"]
 
 
 def _evaluate(upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say) -> None:
-    """Evaluates the folder, and writes the scores into its card."""
+    """Evaluates the converted model in `folder`, and writes the scores into the journal and the model
+    card."""
     from megatron.operations.hub.conversion import rewrite_card
 
     scores = evaluate_folder(folder, upload, say)
     journal.add("scores", source=source, tasks=list(upload.tasks), values=scores)
     rewrite_card(checkpoint, folder, scores)
-    say(f"{upload.tag}: scores are in {CARD}")
+    say(f"{upload.tag}: scores were added to {CARD}")
     _note(journal, source, folder_files(folder))
 
 
 def evaluate_folder(folder: Path, upload: Upload, say: Say) -> dict[str, float]:
-    """Evaluates a converted folder by eval.py in a subprocess, and returns the scores by `TASK_METRIC`, the
-    names a run logs. Raises HubError with eval.py's last lines."""
+    """Evaluates a converted model with eval.py in a subprocess, and returns scores by name (TASK_METRIC).
+
+    Raises HubError with the last lines of eval.py's output if it fails."""
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "eval.py", "--hf-model", str(folder), "--eval_tasks", *upload.tasks]
         command += ["--eval_include_path", *upload.include] if upload.include else []
@@ -229,14 +241,17 @@ def evaluate_folder(folder: Path, upload: Upload, say: Say) -> dict[str, float]:
         files = list(Path(results).glob("*eval_results_*.json"))
         if done.returncode or not files:
             lines = hide_token(done.stdout).strip().splitlines()[-3:]
-            raise HubError(f"{folder.name}: eval.py ended with code {done.returncode}: {' / '.join(lines)}")
+            raise HubError(
+                f"{folder.name}: eval.py failed (exit code {done.returncode}); its last lines: {' / '.join(lines)}"
+            )
         say(hide_token(done.stdout).rstrip())
         return read_scores(files[0])
 
 
 def read_scores(file: Path) -> dict[str, float]:
-    """The scores in a result file in lm-eval's format, without standard errors. A filter is part of the name
-    unless it is "none"."""
+    """Returns the scores in a result file of lm-eval, without standard errors.
+
+    Names are TASK_METRIC, or TASK_METRIC_FILTER for results of a filter other than "none"."""
     scores = {}
     for task, values in json.loads(file.read_text(encoding="utf-8"))["results"].items():
         for name, value in values.items():
@@ -247,13 +262,15 @@ def read_scores(file: Path) -> dict[str, float]:
 
 
 def _wait_for(checkpoint: Path, patience_s: float, say: Say) -> bool:
-    """Waits up to `patience_s` seconds for a checkpoint. Returns whether it exists; it is complete then."""
+    """Waits up to `patience_s` seconds until the folder of a checkpoint exists, and returns whether it does.
+
+    The folder appears under this name only when it is complete."""
     deadline, announced = time.monotonic() + patience_s, False
     while not checkpoint.is_dir():
         if time.monotonic() >= deadline:
             return False
         if not announced:
-            say(f"{checkpoint.name}: waiting until it is written")
+            say(f"{checkpoint.name}: waiting until the run has written it")
             announced = True
         time.sleep(0.2)
     return True

@@ -1,7 +1,8 @@
-"""Reads the log of a job: progress, phase and errors. Logs may have gigabytes, so only both ends are read.
+"""Reads progress, phase and errors from the log of a job. Logs may have gigabytes, so only begin and end are
+read.
 
-The rules are those of people's shell loops. A crash is `traceback|exception|error:` in the last 100 lines.
-Progress is GPT-NeoX's line of an iteration.
+A crash is a line with `traceback`, `exception` or `error:` among the last 100 lines. Progress is read from
+the line that GPT-NeoX logs for an iteration.
 """
 
 import re
@@ -18,13 +19,13 @@ ITERATION = re.compile(
     rb"iteration +(\d{1,18})/ *(\d{1,18}) \|(?:.*?elapsed time per iteration \(ms\): (\d{1,15}(?:\.\d+)?)\b)?"
     rb".*?lm_loss: (\S+)"
 )
-# slurmstepd's line for a job that is requeued and continues
+# slurmstepd writes this line for a job that is requeued and continues: not a crash
 _REQUEUED = re.compile(r"^slurmstepd: error: \*\*\* .* DUE TO JOB REQUEUE \*\*\*")
-_MAX_ERROR_LINES = 3  # error lines
-_WIDTH = 300  # of an error line
-_TAIL = 256 * 1024
-_SEARCHED = 16 * 1024 * 1024  # at most, from the end
-_HEAD = 1024 * 1024  # for the arguments
+_MAX_ERROR_LINES = 3
+_WIDTH = 300  # characters of an error line
+_TAIL = 256 * 1024  # bytes at the end of a log that are always read
+_SEARCHED = 16 * 1024 * 1024  # most bytes at the end of a log that are searched
+_HEAD = 1024 * 1024  # bytes at the begin of a log, which has the list of arguments
 # Patterns of lines that show a run's phase; the last match in a log counts.
 _PHASES = (
     ("starting", rb"^-+ arguments -+$|^deepy\.py: restart \d+ of \d+ |^pretrain_neox\.sbatch: saved; job "),
@@ -39,7 +40,9 @@ _SUBMITTED = re.compile(rb"^Submitted batch job (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Progress:
-    """The last iteration in a log. seconds: seconds per iteration, averaged over the last lines."""
+    """The last iteration that a log shows.
+
+    total: the run's `train_iters`. seconds: seconds per iteration, a mean over up to 20 logged lines."""
 
     iteration: int
     total: int
@@ -49,13 +52,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class LogFacts:
-    """The facts read from a log.
+    """The facts read from the log of a job.
 
     written: time of the last write, in seconds since 1970.
-    error_lines: the last three lines that mention an error, of the log's last 100 lines.
+    error_lines: up to three lines that mention an error, from the log's last 100 lines.
     phase: starting, training, evaluating, saving or ended.
-    save, log_dir: from the printed list of arguments.
-    submitted: number of the job that this job submitted to replace it.
+    save, log_dir: the run's folders, from the list of arguments in the log.
+    submitted: number of the job that this job submitted as its successor.
     """
 
     written: float
@@ -68,7 +71,7 @@ class LogFacts:
 
 
 def read_log(path: Path) -> LogFacts | None:
-    """The facts in a log; None if there is no log (yet)."""
+    """Returns the facts in the log of a job; None if the file does not exist (yet) or cannot be read."""
     try:
         written = path.stat().st_mtime
         with open_file(path) as file:
@@ -86,7 +89,8 @@ def read_log(path: Path) -> LogFacts | None:
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
-    """The last lines of a file, as `tail` counts them."""
+    """Returns the last `count` lines of a file, without newlines; less if lines are longer than 16 MiB
+    together."""
     data = _read_backwards(path, lambda data: data.count(b"\n") > count)
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
     return [line.decode(errors="replace") for line in lines[-count:]]
@@ -95,9 +99,10 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
 def follow(
     path: Path, is_active: Callable[[], bool], pause_s: float = 1.0, check_every_s: float = 10.0
 ) -> Iterator[str]:
-    """Yields text as it is appended to a file, until the job has ended.
+    """Yields the text that is appended to a file from now on, until the job that writes it has ended.
 
-    is_active: called every `check_every_s` seconds. Once it returns False, the remaining text is yielded.
+    is_active: returns whether the job still runs; called every `check_every_s` seconds. Once it returns
+    False, the rest of the file is yielded.
     """
     with open_file(path) as file:
         file.seek(0, 2)
@@ -114,14 +119,14 @@ def follow(
 
 
 def error_lines(lines: list[str]) -> tuple[str, ...]:
-    """The last three lines that mention an error."""
+    """Returns the last three of the lines that contain `traceback`, `exception` or `error:`, shortened."""
     errors = [text(line.strip()[:_WIDTH]) for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
     return tuple(errors[-_MAX_ERROR_LINES:])
 
 
 def _progress(path: Path, tail: bytes) -> Progress | None:
     matches = list(ITERATION.finditer(tail))
-    if not matches:  # an evaluation may write long
+    if not matches:  # an evaluation may have written many lines after the last iteration
         matches = list(ITERATION.finditer(_read_backwards(path, ITERATION.search)))
     if not matches:
         return None
@@ -129,7 +134,7 @@ def _progress(path: Path, tail: bytes) -> Progress | None:
     seconds = [float(match[3]) / 1000.0 for match in matches[-20:] if match[3] is not None]
     try:
         value = float(loss)
-    except ValueError:  # a line that is being written
+    except ValueError:  # the line is not written completely yet
         value = float("nan")
     return Progress(int(iteration), int(total), value, sum(seconds) / len(seconds) if seconds else None)
 
@@ -142,15 +147,16 @@ def _phase(tail: bytes) -> str:
 
 
 def _argument(head: bytes, name: str) -> str | None:
-    """Returns a value from the list of arguments at the head of a log; None if it is not listed."""
+    """Returns the value of an argument in the list of arguments that begins a log; None if it is not
+    listed."""
     match = re.search(rb"^  %s \.+ (.*?)\.*(?:updated|default)\s*$" % name.encode(), head, re.MULTILINE)
     return match[1].decode(errors="replace") if match is not None and match[1] != b"None" else None
 
 
 def _read_backwards(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
-    """Returns the end of a file, for which `is_enough` is true; at most about _SEARCHED bytes.
+    """Returns so much of the end of a file that `is_enough` is true for it, but about 16 MiB at most.
 
-    Blocks are read from the last on, each twice as long as the one before.
+    Reads blocks backwards from the end; each is twice as long as the block after it.
     """
     data, block = b"", 64 * 1024
     with open_file(path) as file:

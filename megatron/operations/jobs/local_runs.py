@@ -1,4 +1,4 @@
-"""Runs that no scheduler started, found by the status.json in each run's `save` folder."""
+"""Finds runs on this machine that no scheduler started, by the status.json in each run's `save` folder."""
 
 import fcntl
 import os
@@ -19,41 +19,50 @@ from megatron.operations.jobs.verdict import DIED_SILENTLY, UNREADABLE
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
 from megatron.process.run_files import STATUS
 
-_DEPTH = ("*", "*/*")  # of the folders of runs below that of checkpoints
-_FLOCK = "hhqqi4x"  # struct flock of Linux
+_DEPTH = ("*", "*/*")  # runs are looked for one and two levels below the folder of checkpoints
+_FLOCK = "hhqqi4x"  # layout of Linux's `struct flock`
 
 
 def find_runs(root: Path, max_age_s: float) -> list[Job]:
-    """Runs below a folder of checkpoints, the oldest first. A run counts if it is running here, or wrote or
-    ended in the last `max_age_s` seconds. Runs that Slurm started are left out."""
+    """Returns the recent runs below the folder of checkpoints `root`, the oldest first, without Slurm's runs.
+
+    A run is recent if it is running on this machine, or wrote its log or status in the last `max_age_s`
+    seconds."""
     oldest, runs = time.time() - max_age_s, []
     for path in sorted({path for depth in _DEPTH for path in root.glob(f"{depth}/{STATUS}")}):
-        with suppress(RunFolderError, OSError):  # it was removed a moment ago
+        with suppress(RunFolderError, OSError):  # the folder was removed in the meantime
             folder = open_run(path.parent)
             status = folder.status()
             if status.get("job") is None:
                 run = _job(path.parent, folder, status)
-                # A run on another machine may have died unnoticed: only its last status is known.
+                # Of a run on another machine only the last status is known; the run may have been killed
+                # since.
                 if (run.is_active and is_here(status)) or _written(run, path) >= oldest:
                     runs.append(run)
     return sorted(runs, key=lambda run: run.start_time or 0.0)
 
 
 def local_run(folder: Path) -> Job:
-    """The run in a folder. Raises RunFolderError if the folder holds none."""
+    """Returns the run whose `save`, log folder or metrics.jsonl is `folder`, as a job.
+
+    Raises RunFolderError if there is no run, or its `save` has no status.json."""
     run = open_run(folder)
     if run.save is None or not (run.save / STATUS).exists():
-        raise RunFolderError(f"{folder}: `save` of its run has no {STATUS}; a run writes it before its first step")
+        raise RunFolderError(
+            f"{folder}: the run has no {STATUS} in its folder `save`; a run writes the file before its first step, so "
+            "wait, or check the path"
+        )
     return _job(run.save, run, run.status())
 
 
 def stop(run: Job) -> None:
-    """Asks a run of this machine to finish its step, save and end. Raises LaunchError if this is not possible
-    from here."""
+    """Asks a run of this machine to finish its step, save and end (SIGTERM).
+
+    Raises LaunchError if the run has ended, is on another machine, or its process is unknown."""
     assert run.save is not None
     status = open_run(run.save).status()
     if not run.is_active or not is_here(status):
-        reason = f"on host {status.get('host')}" if run.is_active else f"it has ended ({status.get('status')})"
+        reason = f"it runs on host {status.get('host')}" if run.is_active else f"it has ended ({status.get('status')})"
         raise LaunchError(f"{run.id}: cannot be stopped from here: {reason}")
     # The pid in the file may belong to another program by now; the process with the lock is the run.
     holder = lock_holder(run.save) or 0
@@ -64,14 +73,14 @@ def stop(run: Job) -> None:
 
 
 def is_here(status: Mapping[str, Any]) -> bool:
-    """Whether a run was started on this machine."""
+    """Returns whether the host in a run's status.json is this machine."""
     return status.get("host") == socket.gethostname()
 
 
 def lock_holder(save: Path) -> int | None:
-    """Returns the process id in the lock of a folder of checkpoints; None if it is not locked.
+    """Returns the id of the process that locks a folder of checkpoints; None if the folder is not locked.
 
-    If the process is on another machine, the number is 0 or an id of that machine.
+    If the process runs on another machine, the result is 0 or a process id of that machine.
     """
     try:
         with (save / ".lock").open("rb+") as file:
@@ -83,7 +92,10 @@ def lock_holder(save: Path) -> int | None:
 
 
 def launcher_is_alive(status: Mapping[str, Any]) -> bool:
-    """Returns whether the deepy.py of a local run is still running; it may restart ranks that ended."""
+    """Returns whether the deepy.py that launched a local run is alive; if so, it may restart ranks that
+    ended.
+
+    status: the run's status.json."""
     try:
         words = Path(f"/proc/{status.get('launcher_pid') or 0}/cmdline").read_bytes()
     except OSError:
@@ -92,7 +104,7 @@ def launcher_is_alive(status: Mapping[str, Any]) -> bool:
 
 
 def _written(run: Job, status: Path) -> float:
-    """Returns when a run last wrote its status file or log, in seconds since 1970."""
+    """Returns the time at which a run last wrote its status file or log, in seconds since 1970."""
     return max(path.stat().st_mtime for path in (status, run.log) if path is not None and path.exists())
 
 
@@ -109,7 +121,9 @@ def _job(save: Path, run: RunFolder, status: Mapping[str, Any]) -> Job:
 
 
 def _state(save: Path, status: Mapping[str, Any]) -> str:
-    """Returns the state of a run, in Slurm's words. A run of another machine has the status it last wrote."""
+    """Returns the state of a local run by Slurm's names, such as RUNNING; else DIED_SILENTLY or UNREADABLE.
+
+    For a run on another machine it is the status that the run wrote last."""
     reported = status.get("status")
     if reported is None:  # the file is unreadable or has no status: how the run ended is unknown
         return "RUNNING" if lock_holder(save) is not None else UNREADABLE
@@ -123,7 +137,7 @@ def _state(save: Path, status: Mapping[str, Any]) -> str:
 
 
 def user_name(number: int) -> str:
-    """The name of a user; the number as text if the user has no name, as in a container."""
+    """Returns the name of the user with this user id; the id as text if it has no name, as in a container."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

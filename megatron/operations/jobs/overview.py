@@ -1,4 +1,5 @@
-"""Joins what Slurm, logs, status.json and metrics say into one row per job."""
+"""Builds the table of jobs: joins the facts from Slurm, logs, status.json and metrics into one row per
+job."""
 
 import math
 import os
@@ -19,19 +20,19 @@ from megatron.operations.jobs.verdict import EVALUATING, NEEDS_A_PERSON, SAVING,
 from megatron.operations.run_folder import RunFolder, RunFolderError, experiment_of, open_run
 
 _SCORES = "eval_tasks/"
-_NEVER_S = 1e10  # 300 years
-_NUMBER = r"\d+(_\d+)?"  # of a job, or of a task in a job array
+_NEVER_S = 1e10  # 300 years: an ETA from here on is not shown
+_NUMBER = r"\d+(_\d+)?"  # number of a job such as 12, or of a task in a job array such as 12_3
 _PROGRESSING = (TRAINING, SAVING, EVALUATING)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A selection of jobs.
+    """A selection of jobs to list.
 
-    ids: numbers of jobs, or folders of local runs. Without ids: jobs of `user` that wait, run, or ended
-        within max_age_s seconds.
-    name, experiment: shell patterns.
-    include_non_training: also jobs that do not train.
+    ids: numbers of jobs, or folders of local runs; (): jobs of `user` that wait, run, or ended within
+        `max_age_s` seconds. user: None for the current user.
+    name, experiment: shell patterns that the job's name and experiment must match; None: any.
+    include_non_training: also list jobs that do not train.
     """
 
     ids: Sequence[str] = ()
@@ -44,14 +45,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Row:
-    """A job, its verdict and its numbers.
+    """One row of the table of jobs: a job, the verdict on it, and numbers of its run.
 
-    tokens_per_s, model_flops (per GPU and second), utilization: values of its last logged step.
-    eta_s: seconds to its last iteration at its recent speed.
-    scores: scores of its last evaluation.
-    save, logs: folders of its run.
-    device: device of rank 0.
-    problems: unusable content of its files.
+    tokens_per_s, model_flops (FLOP/s of a GPU), utilization (share of its peak): of the last logged step.
+    eta_s: seconds to the last iteration at the recent speed.
+    scores: scores of the last evaluation, by name.
+    save, logs: the run's folders of checkpoints and logs.
+    device: name of rank 0's device.
+    problems: messages on values in the run's files that could not be used.
     """
 
     job: Job
@@ -70,11 +71,12 @@ class Row:
 
     @property
     def needs_a_person(self) -> bool:
-        """Whether the job crashed, stopped writing to its log, or ended for an unknown reason."""
+        """Whether a person should look: the job crashed, stopped writing its log, or ended for an unknown
+        reason."""
         return self.verdict.kind in NEEDS_A_PERSON
 
     def as_dict(self) -> dict[str, Any]:
-        """The row for `--json`; docs/jobs.md lists its fields."""
+        """Returns the row as JSON values by name, for `--json`; docs/jobs.md lists the fields."""
         job, verdict, done = self.job, self.verdict, self.progress
         return {
             "id": job.id, "name": job.name, "user": job.user, "experiment": self.experiment, "state": job.state,
@@ -91,10 +93,10 @@ class Row:
 
 
 def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]:
-    """The rows of the selected jobs and local runs, the oldest first.
+    """Returns the rows of the selected Slurm jobs, then those of local runs, each the oldest first.
 
-    If Slurm never answers, only local runs are shown, with a warning. Raises LaunchError for a job number or
-    user that does not exist, and if Slurm does not answer and no local run is known. Raises RunFolderError
+    If Slurm never answers, only local runs are returned, with a warning. Raises LaunchError for a job number
+    or user that does not exist, and if Slurm does not answer and there is no local run. Raises RunFolderError
     for a folder without a run.
     """
     rows = [row_of(job, site) for job in _jobs(choice, slurm, site)]
@@ -102,7 +104,7 @@ def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]
 
 
 def row_of(job: Job, site: Mapping[str, str]) -> Row:
-    """Reads the files of a job, and returns its row."""
+    """Reads the log, status.json and metrics of a job, and returns its row for the table of jobs."""
     now = time.time()
     log = read_log(job.log) if job.log is not None else None
     run = _run_folder(job, log)
@@ -124,7 +126,7 @@ def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping
         return replace(row, eta_s=_eta(done, verdict))
     metrics = run.last_rows()
     done = row.progress or _progress(metrics, status)
-    if done is not None:  # a later job may have added rows
+    if done is not None:  # a later job of the same run may have added rows
         metrics = [metrics_row for metrics_row in metrics if metrics_row["iteration"] <= done.iteration]
     measured = (metrics_row for metrics_row in reversed(metrics) if "runtime/tokens_per_sec" in metrics_row)
     numbers: Mapping[str, Any] = next(measured, {})
@@ -144,15 +146,19 @@ def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
         no_folders = [identifier for identifier in choice.ids if not Path(identifier).exists()]
         numbers = [identifier for identifier in no_folders if re.fullmatch(_NUMBER, identifier)]
         if invalid := [identifier for identifier in no_folders if identifier not in numbers]:
-            raise LaunchError(f"{', '.join(invalid)}: neither a job number nor the folder of a run (`save`)")
+            raise LaunchError(
+                f"{', '.join(invalid)}: neither a job number nor an existing folder; give a number, or the "
+                "`save` of a run"
+            )
         if numbers and not slurm.is_here:
             raise LaunchError(
-                f"{', '.join(numbers)}: not a folder, and this machine has no Slurm (scontrol) to ask for a job"
+                f"{', '.join(numbers)}: no such folder, and this machine has no Slurm (scontrol) to look for a job of "
+                "this number"
             )
         jobs = slurm.jobs(ids=numbers) if numbers else []
         unknown = [number for number in numbers if not any(job.is_called(number) for job in jobs)]
         if unknown:
-            raise LaunchError(f"job {', '.join(unknown)}: Slurm knows no such job")
+            raise LaunchError(f"job {', '.join(unknown)}: Slurm knows no such job; check the number")
         return [*jobs, *(local_run(Path(identifier)) for identifier in choice.ids if identifier not in numbers)]
     if choice.user is not None:
         try:
@@ -177,7 +183,9 @@ def _matches(row: Row, choice: Choice) -> bool:
 
 
 def _run_folder(job: Job, log: LogFacts | None) -> RunFolder | None:
-    """Returns the folders of a job's run; None if unknown. log: names the folders of a Slurm job."""
+    """Returns the folders of a job's run; None if unknown.
+
+    log: facts of the job's log, which names the folders of a Slurm job."""
     try:
         if job.save is not None:
             return open_run(job.save)
@@ -190,13 +198,16 @@ def _run_folder(job: Job, log: LogFacts | None) -> RunFolder | None:
 
 
 def _status(job: Job, run: RunFolder | None) -> Mapping[str, Any]:
-    """Returns status.json of the run; {} if it is of another job, which may train in this folder now."""
+    """Returns the content of the run's status.json; {} if another job wrote it, which now trains in this
+    folder."""
     status = run.status() if run is not None else {}
     return status if job.local or status.get("job") == job.id else {}
 
 
 def _progress(metrics: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Progress | None:
-    """Returns the progress by metrics.jsonl and status.json, if the log is unknown; None without a loss."""
+    """Returns the progress from the rows of metrics.jsonl and status.json, for a job without a usable log.
+
+    None if no row has a loss or status.json does not have `train_iters`."""
     total = status.get("train_iters")
     last = next((row for row in reversed(metrics) if "train/lm_loss" in row), None)
     if last is None or total is None:
@@ -212,7 +223,7 @@ def _eta(done: Progress | None, verdict: Verdict) -> float | None:
 
 
 def _finite(value: float | None) -> float | None:
-    """The number if JSON can represent it, else None."""
+    """Returns the number; None for NaN and infinity, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None
 
 

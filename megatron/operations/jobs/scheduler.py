@@ -1,4 +1,4 @@
-"""Asks Slurm about jobs: with sacct, or with scontrol where there is no accounting."""
+"""Asks Slurm about jobs: with sacct, or with scontrol on clusters without accounting."""
 
 import getpass
 import os
@@ -22,31 +22,32 @@ PENDING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV
 RUNNING = frozenset({"RUNNING", "CONFIGURING", "COMPLETING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING"})
 SUSPENDED = "SUSPENDED"
 NO_LOG = "0:53"
-"""Slurm's exit code of a job whose log it could not open."""
-_CONTINUED = re.compile(rb"^The log goes on in (.+)$", re.MULTILINE)  # slurm/job.sh, within the first lines
+"""The exit code that Slurm gives a job if it could not open the job's log file."""
+_CONTINUED = re.compile(rb"^The log goes on in (.+)$", re.MULTILINE)  # slurm/job.sh writes it as one of the first lines
 _FIELDS = "JobID,JobName,User,State,ExitCode,Submit,Start,End,NNodes,NodeList,WorkDir,SubmitLine"
 _EPOCH = {"SLURM_TIME_FORMAT": "%s"}  # seconds since 1970
 _SEPARATOR = "\x1f"
 ANSWERS_S = 15.0
-"""Seconds that a table waits for a command of Slurm; squeue may answer even if sacct does not."""
+"""Timeout in seconds for each command of Slurm when jobs are listed; squeue may answer even if sacct does
+not."""
 PATIENT_S = 120.0
-"""Seconds that `submit` waits for a command of Slurm, since it watches its job."""
+"""Timeout in seconds for each command of Slurm while `tools/jobs.py submit` watches a job."""
 
 
 class SilentError(LaunchError):
-    """A command of Slurm did not answer in time."""
+    """A command of Slurm, such as sacct, did not answer within its timeout."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A Slurm job, or a run of this machine (`local`), whose id is the path of its folder.
+    """A Slurm job, or a run that was started without Slurm (`local`); the id of a local run is its folder.
 
-    state: Slurm's name of the state.
+    state: Slurm's name of the state, such as RUNNING.
     submit_time, start_time, end_time: seconds since 1970.
-    command: the submitted command.
+    command: the command line that submitted it.
     log: file of its output.
-    reason: why it waits.
-    save: its folder of checkpoints, if known without the log.
+    reason: why it waits, for a pending job.
+    save: its folder of checkpoints; None if only the log names the folder.
     """
 
     id: str
@@ -72,28 +73,29 @@ class Job:
         return self.state in PENDING or self.state in RUNNING or self.state == SUSPENDED
 
     def is_called(self, number: str) -> bool:
-        """Returns whether this is job `number`, or a task of the job array `number`."""
+        """Returns whether this job has the number `number`, or is a task of the job array `number`."""
         return self.id == number or self.id.startswith(f"{number}_")
 
     @property
     def trains(self) -> bool:
-        """Whether the job trains: it is local, or has the training batch file or that file's job name."""
+        """Whether the job trains: it is local, or its command or job name is that of pretrain_neox.sbatch."""
         return self.local or BATCH_FILE in self.command or self.name.startswith("neox-training")
 
 
 class Slurm:
-    """Queries the jobs of the local Slurm.
+    """Queries the jobs of the Slurm cluster that this machine belongs to.
 
-    say: called once if a command other than sacct has to be used.
     site: variables of the site file.
-    has_answered: whether Slurm has ever answered.
+    say: called with a warning if sacct does not work, or Slurm does not answer.
+    env: environment of Slurm's commands.
+    has_answered: whether a query has succeeded.
     """
 
     def __init__(
         self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ,
         answers_s: float = ANSWERS_S,
     ) -> None:  # fmt: skip
-        """answers_s: seconds that each command of Slurm may take."""
+        """answers_s: timeout in seconds for each command of Slurm."""
         self._site, self._say, self._env, self._answers_s = site, say, dict(env), answers_s
         self._has_accounting = True
         self.has_answered = False
@@ -101,41 +103,44 @@ class Slurm:
 
     @property
     def is_here(self) -> bool:
-        """Whether this machine has Slurm's commands."""
+        """Whether this machine has Slurm's command scontrol, and `disable` was not called."""
         return not self._is_disabled and shutil.which("scontrol", path=self._env.get("PATH")) is not None
 
     def disable(self, problem: LaunchError) -> None:
-        """Makes later calls treat this machine as one without Slurm, and prints the reason."""
+        """Makes `is_here` False from now on, and prints `problem` as the reason."""
         self._is_disabled = True
-        self._say(f"{problem}; only runs that no scheduler started are shown")
+        self._say(f"{problem}; showing only local runs, which no scheduler started")
 
     def jobs(self, user: str | None = None, max_age_s: float = 86400.0, ids: Sequence[str] = ()) -> list[Job]:
-        """Jobs of a user that wait, run, or ended in the last `max_age_s` seconds; the oldest first.
+        """Returns a user's jobs that wait, run, or ended in the last `max_age_s` seconds, the oldest first.
 
-        user: None for the current user. ids: these jobs instead, of any age. Raises LaunchError if Slurm does
-        not answer.
+        user: None for the current user. ids: numbers of jobs to return instead, of any user and age.
+        Raises LaunchError if Slurm does not answer.
         """
         user = user or getpass.getuser()
         jobs = self._sacct_jobs(user, max_age_s, ids) if self._has_accounting else None
         if jobs is None:
             jobs = self._scontrol_jobs(user, max_age_s, ids)
         elif missing := [number for number in ids if not any(job.is_called(number) for job in jobs)]:
-            jobs += self._scontrol_jobs(user, max_age_s, missing)  # accounts come a moment late
+            jobs += self._scontrol_jobs(user, max_age_s, missing)  # sacct shows a new job seconds late
         self.has_answered = True
         return [self._with_log(job) for job in sorted(jobs, key=lambda job: (job.submit_time or 0.0, job.id))]
 
     def job(self, number: str) -> Job | None:
-        """The job of this number; None if Slurm does not know it (any more)."""
+        """Returns the job with this number; None if Slurm does not know it, or no longer knows it."""
         return next(iter(self.jobs(ids=[number])), None)
 
     def cancel(self, numbers: Sequence[str]) -> None:
-        """Cancels jobs. Raises LaunchError with the message of scancel."""
+        """Cancels the jobs of these numbers with scancel. Raises LaunchError with the message of scancel."""
         done = self._run("scancel", *numbers)
         if done.returncode or "error" in done.stderr:
             raise LaunchError(f"scancel {shlex.join(numbers)}: {done.stderr.strip()}")
 
     def _sacct_jobs(self, user: str, max_age_s: float, ids: Sequence[str]) -> list[Job] | None:
-        """Jobs from sacct; None if there is no accounting."""
+        """Returns jobs as sacct lists them; None, with a message, if sacct is missing, fails or does not
+        answer.
+
+        ids: numbers of jobs; []: the jobs of `user` from the last `max_age_s` seconds."""
         selection = f"--jobs={','.join(ids)}" if ids else f"--user={user}"
         start_option = [] if ids else [f"--starttime=now-{int(max_age_s)}seconds"]
         command = (
@@ -151,7 +156,7 @@ class Slurm:
         try:
             done = self._run(*command)
         except FileNotFoundError:
-            reason = "there is no sacct"
+            reason = "is not installed here"
         except SilentError:
             reason = f"does not answer within {self._answers_s:g} s (--answers-within)"
         else:
@@ -165,14 +170,17 @@ class Slurm:
         return None
 
     def _queue(self, selection: str) -> dict[str, str]:
-        """The jobs that squeue shows, each with its reason to wait; {} if it knows none of them."""
+        """Returns the reason to wait of each job that squeue shows, by job number; {} if it shows none.
+
+        selection: option that selects jobs, such as `--user=NAME`."""
         done = self._run("squeue", "--noheader", f"--format=%i{_SEPARATOR}%r", selection)
         return dict(line.split(_SEPARATOR, 1) for line in done.stdout.splitlines() if _SEPARATOR in line)
 
     def _with_queue(self, jobs: list[Job], queue: Mapping[str, str], user: str, oldest: float) -> list[Job]:
-        """Adds reasons to wait to sacct's recent jobs, and adds queued jobs that sacct does not show.
+        """Returns sacct's jobs with their reasons to wait, and queued jobs that sacct does not show.
 
-        sacct omits jobs that are held or not due yet, and lists new ones seconds late.
+        sacct omits jobs that are held or not due yet, and lists new jobs seconds late. queue: reasons by job
+        number, from squeue. oldest: jobs that ended before this time (seconds since 1970) are left out.
         """
         absent = {number.partition("_")[0] for number in queue.keys() - {job.id for job in jobs}}
         added = self._scontrol_jobs(user, 0.0, sorted(absent)) if absent else []
@@ -193,10 +201,10 @@ class Slurm:
         return [job for job in jobs if ids or job.user == user and (job.is_active or (job.end_time or 0) >= oldest)]
 
     def _with_log(self, job: Job) -> Job:
-        """Returns the job with the path of its log.
+        """Returns the job with the path of its log in `log`.
 
-        The path comes from Slurm while it knows the job, else from the submit command or the site's folder.
-        If the log's first lines name another file in which it continues, that file is used.
+        The path comes from Slurm while it knows the job, else from the submit command or the site's log
+        folder. If the log's first lines say that it continues in another file, the path is that file.
         """
         candidates: list[Path] = [job.log] if job.log is not None else []
         if job.log is None and job.is_active and job.state not in PENDING:
@@ -221,7 +229,7 @@ class Slurm:
             try:
                 out, err = process.communicate(timeout=self._answers_s)
             except BaseException as problem:
-                os.killpg(process.pid, signal.SIGKILL)  # and processes that a wrapper has started: they hold the pipes
+                os.killpg(process.pid, signal.SIGKILL)  # also kills a wrapper's children, which hold the pipes open
                 if isinstance(problem, subprocess.TimeoutExpired):
                     reason = f"Slurm does not answer within {self._answers_s:g} s (--answers-within)"
                     raise SilentError(f"{shlex.join(command)}: {reason}") from None
@@ -230,8 +238,7 @@ class Slurm:
 
 
 def continued_log(log: Path) -> Path:
-    """The file in which a site's job continues its log, named in the log's first lines; else the log
-    itself."""
+    """Returns the file in which a log continues, if one of its first lines names it; else `log` itself."""
     try:
         with open_file(log) as file:
             match = _CONTINUED.search(file.read(4096))
@@ -241,7 +248,8 @@ def continued_log(log: Path) -> Path:
 
 
 def parse_scontrol(text: str) -> Job:
-    """The job in the output of `scontrol show job`, with times in seconds."""
+    """Parses the entry of one job in the output of `scontrol show job`, whose times are seconds since
+    1970."""
 
     def field(name: str) -> str:
         match = re.search(rf"\b{name}=(\S*)", text)
@@ -259,7 +267,8 @@ def parse_scontrol(text: str) -> Job:
 
 
 def _parse_sacct(row: Sequence[str]) -> Job | None:
-    """The job in a row of sacct; None if its accounting record is still incomplete."""
+    """Parses one line of sacct's output, split into fields; None if its accounting record is still
+    incomplete."""
     if len(row) != len(_FIELDS.split(",")):
         return None
     number, name, user, state, code, submit_time, start_time, end_time, nodes, node_list, work_dir, command = row
@@ -277,13 +286,13 @@ def _time(text: str) -> float | None:
 
 
 def _nodes(text: str) -> int:
-    """The number of nodes; for a waiting job with a range such as `2-4`, the minimum."""
+    """Parses a job's number of nodes; a range such as `2-4` (of a waiting job) gives its minimum."""
     minimum = re.match(r"[0-9]{1,9}", text)
     return int(minimum[0]) if minimum is not None else 1
 
 
 def _requested_log(job: Job) -> list[Path]:
-    """The log that the sbatch command names, [] if it names none; the last name counts."""
+    """Returns [path of the log] from the last -o or --output of the job's sbatch command; [] without one."""
     try:
         words = shlex.split(job.command)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Starts a watched run: as a job of Slurm, or with deepy.py on this machine."""
+"""Starts a run for `tools/jobs.py submit` to watch: as a Slurm job, or with deepy.py on this machine."""
 
 import os
 import shlex
@@ -15,26 +15,26 @@ from megatron.launch.site import sbatch_options
 from megatron.operations.jobs.remedies import Attempt
 from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
 
-_ENDS_S = 90.0  # Slurm's KillWait plus the batch file's work in that time
+_ENDS_S = 90.0  # seconds for a cancelled run to end: Slurm's KillWait, and what the batch file does meanwhile
 
 
 class Starter(Protocol):
-    """Starts a run, reports its state and ends it."""
+    """An interface to start a run, report its state and end it; for Slurm and for this machine."""
 
     def start(self, attempt: Attempt) -> str:
-        """Starts the run; returns its number."""
+        """Starts the run with the changes of `attempt`; returns the number of its job or process."""
         ...
 
     def announce(self, number: str) -> str:
-        """Returns a message about the run that was just started."""
+        """Returns the message to print after the run was started as job or process `number`."""
         ...
 
     def job(self, number: str) -> Job:
-        """The state of the run."""
+        """Returns the present state of the run that was started as job or process `number`."""
         ...
 
     def cancel(self, number: str) -> None:
-        """Ends the run, and waits until it has ended."""
+        """Ends the run, and waits until it has ended. Raises LaunchError if it does not end in 90 s."""
         ...
 
     def line(self, attempt: Attempt) -> str:
@@ -43,7 +43,7 @@ class Starter(Protocol):
 
 
 class SlurmStarter:
-    """Submits the run with the batch file, from the repository's folder."""
+    """Starts runs as Slurm jobs: submits pretrain_neox.sbatch from the repository's folder."""
 
     def __init__(
         self, configs: Sequence[str], pairs: Sequence[str], nodes: int, options: Sequence[str],
@@ -67,7 +67,7 @@ class SlurmStarter:
     def job(self, number: str) -> Job:
         job = self._slurm.job(number)
         if job is None:
-            raise LaunchError(f"job {number}: Slurm has no record of it, so its result is unknown; read the job's log")
+            raise LaunchError(f"job {number}: Slurm no longer knows it, so its result is unknown; read the job's log")
         return job
 
     def cancel(self, number: str) -> None:
@@ -76,7 +76,10 @@ class SlurmStarter:
         deadline = time.monotonic() + _ENDS_S
         while self.job(number).is_active:
             if time.monotonic() > deadline:
-                raise LaunchError(f"job {number} is still running; to kill it: scancel --signal=KILL --full {number}")
+                raise LaunchError(
+                    f"job {number} was cancelled, but is still running; to kill it: "
+                    f"scancel --signal=KILL --full {number}"
+                )
             time.sleep(1.0)
 
     def line(self, attempt: Attempt) -> str:
@@ -93,10 +96,11 @@ class SlurmStarter:
 
 
 class LocalStarter:
-    """Starts deepy.py in the background, in its own session: it keeps running when this program ends."""
+    """Starts runs with deepy.py in the background, in a session of their own: they outlive this program."""
 
     def __init__(self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str], save: str | None) -> None:
-        """save: the run's folder, with which `tools/jobs.py` finds it."""
+        """configs, pairs: configuration files, and KEY=VALUE that override them. save: the run's `save`
+        folder."""
         self._configs, self._pairs, self._save = configs, tuple(pairs), save
         self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()
         self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
@@ -114,7 +118,7 @@ class LocalStarter:
         return str(process.pid)
 
     def announce(self, number: str) -> str:
-        return f"started process {number}; this ends it: {cancel_command(number, self._save)}"
+        return f"started process {number}; to end it: {cancel_command(number, self._save)}"
 
     def job(self, number: str) -> Job:
         process, log, started = self._processes[number]
@@ -132,7 +136,9 @@ class LocalStarter:
             try:
                 process.wait(_ENDS_S)
             except subprocess.TimeoutExpired:
-                raise LaunchError(f"process {number} is still running; to kill it: kill -KILL {number}") from None
+                raise LaunchError(
+                    f"process {number} got SIGTERM, but is still running; to kill it: kill -KILL {number}"
+                ) from None
 
     def line(self, attempt: Attempt) -> str:
         return shlex.join(self._words(attempt))
@@ -144,5 +150,7 @@ class LocalStarter:
 
 
 def cancel_command(number: str, save: str | Path | None) -> str:
-    """Returns the command that ends a run of this machine. save: its folder; None if it has none (yet)."""
+    """Returns the shell command that ends a run of this machine.
+
+    number: id of its process. save: the run's folder; None if it has no folder (yet)."""
     return f"python tools/jobs.py cancel {save}" if save is not None else f"kill {number}"

@@ -1,5 +1,5 @@
-"""Submits a run and watches its first iterations; retries safe failures, and reports others to a person in a
-text of one page."""
+"""Submits a run and watches its first iterations. Retries failures that are safe to retry; reports others to
+a person in a text of one page."""
 
 import os
 import time
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 FOR_A_PERSON, INTERRUPTED = 4, 130  # exit codes
-_EVIDENCE = 400  # lines of a log's end
-_PATIENCE_S = 60.0  # from an apparent crash of a running job to the verdict: a library may only have warned
+_EVIDENCE = 400  # lines at the end of a log that are searched for the failure
+_PATIENCE_S = 60.0  # seconds that a running job may look crashed: a library may only have printed a warning
 _SAY_EVERY_S = 30.0
-_LAST = 25  # lines of a log shown where no line explains the failure
-_WIDTH = 200
+_LAST = 25  # lines at the end of a log that are shown if no line explains the failure
+_WIDTH = 200  # characters of a line in the report
 # Dense bf16 TFLOP/s of one device, from the vendors' data sheets, without variants of the same name that have
 # another peak (H100 PCIe, NVL).
 PEAKS = {"A40": 149.7, "A100": 312.0, "L40S": 362.0, "GH200": 989.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
@@ -36,15 +36,15 @@ _DIFFERENT_PEAK = ("PCIe", "NVL")
 
 @dataclass(frozen=True)
 class Request:
-    """A run to submit.
+    """A run to submit, and how to watch it.
 
     configs: configuration files.
-    pairs: `key=value` that override them.
-    nodes: None for the site's number.
+    pairs: KEY=VALUE that override them.
+    nodes: number of nodes; None for the site's number.
     watch: number of iterations to wait for.
-    retries: maximum number of further tries.
-    interval_s: seconds between two checks.
-    local: start it on this machine, without a scheduler.
+    local: start the run on this machine, without a scheduler.
+    retries: largest number of submissions after the first.
+    interval_s: seconds between two looks at the job.
     """
 
     configs: tuple[str, ...]
@@ -60,11 +60,12 @@ class Request:
 def submit(
     request: Request, slurm: Slurm, site: Mapping[str, str], succeed: Callable[[str], None], say: Callable[[str], None]
 ) -> int:
-    """Submits the run and waits for its first iterations. Returns 0 on success; FOR_A_PERSON, with a report,
-    if a person has to look. succeed: receives the line of success. say: receives all other messages.
+    """Submits a run, and waits until it has trained its first iterations. Returns the exit code.
 
-    Raises ConfigError for an invalid configuration and LaunchError if the run cannot be submitted: nothing is
-    submitted then.
+    The code is 0 on success; FOR_A_PERSON (4), with a report, if a person has to look; INTERRUPTED (130)
+    after Ctrl-C. succeed: called with the line of success. say: called with every other message.
+
+    Raises ConfigError for an invalid configuration, and LaunchError if the run cannot be submitted.
     """
     args, configs = _resolve(request)
     return start_and_watch(_starter(request, args, configs, slurm, site), request, args, slurm, site, succeed, say)
@@ -74,8 +75,10 @@ def start_and_watch(
     starter: Starter, request: Request, args: "NeoXArgs", slurm: Slurm, site: Mapping[str, str],
     succeed: Callable[[str], None], say: Callable[[str], None],
 ) -> int:  # fmt: skip
-    """Starts a run with a valid configuration, watches it, and retries safe failures. Returns `submit`'s
-    codes, or INTERRUPTED after Ctrl-C, which ends the watching and not the run."""
+    """Starts a run, watches its first iterations, and retries failures that are safe to retry.
+
+    Returns 0 on success, FOR_A_PERSON (4) if a person has to look, or INTERRUPTED (130) after Ctrl-C, which
+    ends the watching but not the run. args: the run's checked configuration."""
     attempt, remedies_tried = Attempt(), list[str]()
     while True:
         base = _start_iteration(args)
@@ -84,7 +87,7 @@ def start_and_watch(
         try:
             row, crashed = _watch(starter, number, base, request, args, site, say)
         except KeyboardInterrupt:
-            say(f"{number} continues, no longer watched; log {starter.job(number).log}")
+            say(f"{number} continues, but is no longer watched; its log: {starter.job(number).log}")
             return INTERRUPTED
         if not crashed:
             succeed(_success(row, args, base))
@@ -94,7 +97,7 @@ def start_and_watch(
         say(f"{number}: {failure.kind.name}: {failure.lines[-1] if failure.lines else row.verdict.detail}")
         applied = None
         if failure.kind.safe and len(remedies_tried) < request.retries:
-            starter.cancel(number)  # where it hangs
+            starter.cancel(number)  # it may hang instead of having ended
             applied = remedy(failure, row, args, attempt.exclude, lines, slurm)
             say(applied.action)
             remedies_tried.append(f"{number}: {failure.kind.name}: {applied.action}")
@@ -107,14 +110,16 @@ def start_and_watch(
 
 
 def _resolve(request: Request) -> tuple["NeoXArgs", list[str]]:
-    """Returns (the configuration as the run will read it, absolute paths of its files)."""
+    """Returns (the checked configuration of the requested run, absolute paths of its files).
+
+    Raises ConfigError for mistakes in it, LaunchError if a file does not exist."""
     from megatron.neox_arguments.reading.command_line import parse_deepy
 
     words = [*request.configs, *(("--set", *request.pairs) if request.pairs else ())]
     args = parse_deepy([str(install_root() / "train.py"), *words], preset_root=install_root()).args.check_training()
     missing = [config for config in request.configs if not Path(config).is_file()]
     if missing:
-        raise LaunchError(f"{missing[0]}: no such file; a job takes paths of configuration files, not preset names")
+        raise LaunchError(f"{missing[0]}: no such file; give paths of configuration files, not names of presets")
     return args, [os.path.abspath(config) for config in request.configs]
 
 
@@ -123,7 +128,9 @@ def _starter(
 ) -> Starter:
     if request.local:
         if request.sbatch_options or request.nodes not in (None, 1):
-            raise LaunchError("--local runs on this machine alone: remove --nodes and the sbatch options after --")
+            raise LaunchError(
+                "--local starts the run on this machine alone; remove --nodes and the sbatch options after --"
+            )
         return LocalStarter(configs, request.pairs, site, args.save_dir)
     if not slurm.is_here:
         raise LaunchError(
@@ -134,7 +141,8 @@ def _starter(
 
 
 def _start_iteration(args: "NeoXArgs") -> int:
-    """Returns the iteration from which the run will resume, by `latest` in `save`; 0 for a new run."""
+    """Returns the iteration from which the run will resume, from the file `latest` in `save`; 0 for a new
+    run."""
     try:
         text = (Path(args.save_dir or "") / "latest").read_text(encoding="utf-8").strip()
     except OSError:
@@ -147,10 +155,10 @@ def _watch(
     starter: Starter, number: str, base: int, request: Request, args: "NeoXArgs", site: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[Row, bool]:  # fmt: skip
-    """Waits until a submitted job has trained `request.watch` iterations, has ended, or needs a person.
+    """Waits until a started run has trained `request.watch` iterations, has ended, or needs a person.
 
-    number: the job's number. base: the iteration from which it starts. Returns (the job's row of the jobs
-    table, whether it failed).
+    number: number of its job or process. base: the iteration from which it starts. Returns (its row in the
+    table of jobs, whether it failed).
     """
     last_text, last_time, suspected = "", 0.0, None
     while True:
@@ -177,12 +185,16 @@ def _watch(
 
 
 def _target(base: int, total: int, watch: int, iteration: int) -> int:
-    """Returns the iteration to wait for: `watch` after the start iteration `base`, at most `total`."""
+    """Returns the iteration to wait for: `watch` iterations after the start, at most `total`.
+
+    base: the iteration expected at the start. If `iteration` is not beyond it, the run is taken to start at
+    0."""
     return min(total, (base if iteration > base else 0) + watch)
 
 
 def _is_done(row: Row, args: "NeoXArgs") -> bool:
-    """Returns whether an ended job is at `train_iters`, even if it had nothing left to train."""
+    """Returns whether an ended job has reached `train_iters`, or its log says that nothing was left to
+    train."""
     if row.progress is not None:
         return row.progress.iteration >= row.progress.total
     lines = last_lines(row.job.log, 20) if row.job.log is not None and row.job.log.is_file() else []
@@ -210,7 +222,9 @@ def _success(row: Row, args: "NeoXArgs", base: int) -> str:
 
 
 def share_of_peak(row: Row) -> str:
-    """Returns a text with the model's FLOP/s as a share of the device's peak, or why it is unknown."""
+    """Returns a text such as `41.2% of peak (...)`: the model's FLOP/s as a share of the device's peak.
+
+    If the share is unknown, the text says which key to set."""
     if row.utilization is not None:
         return f"{row.utilization:.1%} of peak (peak_theoretical_tflops)"
     name = row.device or ""
@@ -225,8 +239,10 @@ def share_of_peak(row: Row) -> str:
 def write_report(
     request: Request, row: Row, failure: Failure, remedies_tried: Sequence[str], command: str, lines: Sequence[str]
 ) -> tuple[Path, str]:
-    """Writes a one-page report beside the log, or in the current folder if that fails. Returns its file and
-    text."""
+    """Writes a one-page report of a failed run beside its log, or in the current folder if that fails.
+
+    remedies_tried: a line for each remedy. command: the command line of the last submission. lines: end of
+    the log. Returns (path of the report, its text)."""
     job, verdict = row.job, row.verdict
     parts = [
         f"run of {' '.join(request.configs)}: {failure.kind.name}",
@@ -243,11 +259,11 @@ def write_report(
         parts.append(f"reached  iteration {row.progress.iteration} of {row.progress.total}")
     if job.is_active:
         ending = cancel_command(job.id, row.save if job.local else job.id)
-        parts.append(f"it is still running; this ends it: {ending}")
+        parts.append(f"it is still running; to end it: {ending}")
     parts += ["", "evidence in the log"]
     parts += [f"  {line[:_WIDTH]}" for line in failure.lines or verdict.error_lines or ("nothing: there is no log",)]
     parts += ["", "what was tried"]
-    parts += [f"  {line}" for line in remedies_tried or ("nothing: a retry cannot repair this failure",)]
+    parts += [f"  {line}" for line in remedies_tried or ("nothing: submitting again cannot repair this failure",)]
     parts += ["", "what to look at next", f"  {failure.kind.advice}"]
     if failure.kind is UNKNOWN or not failure.lines:
         parts += ["", "the log's last lines", *(f"  {line[:_WIDTH]}" for line in lines[-_LAST:])]

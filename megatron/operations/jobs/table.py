@@ -1,4 +1,4 @@
-"""Draws the table of jobs, for terminals of any width and for pipes."""
+"""Draws the table of jobs as text, for terminals of any width and for pipes."""
 
 import sys
 from collections.abc import Sequence
@@ -17,16 +17,17 @@ _UNBOUNDED = 10_000  # columns of output that is not a terminal
 
 
 def console(file: IO[str] | None = None) -> Console:
-    """A console for the terminal; for a pipe or file, one without colours and truncation."""
+    """Returns a rich console that prints to `file` (None: stdout); no colours or truncation unless a
+    terminal."""
     file = file or sys.stdout
     options: dict[str, Any] = {} if file.isatty() else {"width": _UNBOUNDED, "no_color": True}
     return Console(file=file, highlight=False, **options)
 
 
 def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:
-    """The table, the last lines of crashed jobs, and a note.
+    """Returns the table of jobs, with error lines of crashed jobs and `note` below it, for rich to print.
 
-    narrow: for a terminal; text that does not fit is truncated, the last columns first.
+    narrow: fit the table to a terminal; text that does not fit is truncated, the last columns first.
     """
     table = Table(box=box.SIMPLE_HEAD if narrow else None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
     for name in ("id", "name", "experiment", "state", "verdict"):

@@ -1,5 +1,5 @@
-"""Decides what a job is doing, from Slurm, its log and its status.json. A pure function of these and the
-time."""
+"""Decides what a job is doing from Slurm's state, the job's log and status.json, and the time. Reads no
+files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,20 +15,21 @@ STALE, CRASHED, UNKNOWN, FINISHED, STOPPED, CANCELLED, RUNNING = (
 )  # fmt: skip
 NEEDS_A_PERSON = frozenset({STALE, CRASHED, UNKNOWN})
 DIED_SILENTLY = "GONE"
-"""The state of a run of this machine whose processes ended without writing a status."""
+"""The state of a local run whose processes ended without writing a final status, for example after kill
+-9."""
 UNREADABLE = "UNREADABLE"
-"""The state of a run of this machine that has ended, and whose status.json does not say how."""
+"""The state of a local run that has ended, if its status.json does not say how."""
 _EVALUATES = ("evaluating", "computing the", "answering demo_prompts")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state of a job, decided from its files.
+    """The verdict on a job: what it is doing, or how it ended.
 
-    kind: pending, starting, training, evaluating, saving, running, STALE, CRASHED, UNKNOWN, FINISHED, STOPPED
-        or CANCELLED.
+    kind: pending, starting, training, evaluating, saving, running (not a training job), STALE (has not
+        written its log for 10 minutes), CRASHED, UNKNOWN, FINISHED, STOPPED or CANCELLED.
     detail: additional text, such as the reason to wait.
-    error_lines: error lines of its log, at most three.
+    error_lines: error lines of the job's log, at most three.
     silent_s: seconds since a STALE job last wrote to its log.
     """
 
@@ -42,9 +43,10 @@ class Verdict:
 
 
 def judge(job: Job, log: LogFacts | None, status: Mapping[str, Any], now: float) -> Verdict:
-    """The verdict on a job.
+    """Returns the verdict on a job: what it is doing, or how it ended.
 
-    status: its run's status.json; {} if there is none or it belongs to another job. now: seconds since 1970.
+    log: facts read from its log; None without a log. status: content of its run's status.json; {} if there
+    is none or another job wrote it. now: seconds since 1970.
     """
     if job.state in PENDING:
         return Verdict(PENDING_, job.reason if job.reason not in ("None", "") else "")
@@ -55,7 +57,9 @@ def judge(job: Job, log: LogFacts | None, status: Mapping[str, Any], now: float)
     written = log.written if log is not None else job.start_time
     silent = now - written if written is not None else 0.0
     if job.trains and silent > STALE_S:
-        detail = "suspended" if job.state == SUSPENDED else "" if log is not None else f"there is no log {job.log}"
+        detail = (
+            "suspended" if job.state == SUSPENDED else "" if log is not None else f"its log {job.log} does not exist"
+        )
         return Verdict(STALE, detail, silent_s=silent)
     if not job.trains:
         return Verdict(RUNNING)
@@ -85,7 +89,7 @@ def _ended_verdict(job: Job, log: LogFacts | None, status: Mapping[str, Any]) ->
             return Verdict(STOPPED, str(status.get("reason") or ""))
         return Verdict(FINISHED)
     if job.state == UNREADABLE:
-        return Verdict(UNKNOWN, "its status.json does not say how it ended", log.error_lines if log else ())
+        return Verdict(UNKNOWN, "the run's status.json does not say how it ended", log.error_lines if log else ())
     if job.state in ("CANCELLED", "REVOKED"):
         return Verdict(CANCELLED)
     if job.state == "PREEMPTED":
@@ -95,12 +99,13 @@ def _ended_verdict(job: Job, log: LogFacts | None, status: Mapping[str, Any]) ->
 
 
 def _failure_detail(job: Job) -> str:
-    """Returns a text that describes how a job failed."""
+    """Returns a text that says how a failed job ended, such as `Slurm: FAILED, exit code 1:0`; "" if
+    unknown."""
     if job.state == DIED_SILENTLY:
-        return "its processes ended without writing a status: killed, or the machine was restarted"
+        return "its processes ended without writing a status: they were killed, or the machine was restarted"
     if job.local:
         return ""
     text = f"Slurm: {job.state}"
     if job.state == "FAILED":
         text += f", exit code {job.exit_code}"
-    return text if job.log is None or job.log.is_file() else f"{text}; there is no log {job.log}"
+    return text if job.log is None or job.log.is_file() else f"{text}; its log {job.log} does not exist"

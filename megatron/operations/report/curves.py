@@ -8,19 +8,19 @@ import numpy as np
 
 from megatron.operations.report.run_data import Numbers, Run, Series
 
-POINTS = 2000  # of a curve at most: more than a screen has columns
-PAGE_POINTS = 120_000  # of all curves of a page; a point takes 16 bytes
-FEWEST = 200
-MEANS = 8  # points of a thinned curve for each point of its mean
-SCORES = 8  # curves of one plot of scores
+POINTS = 2000  # most points of a curve: more than a screen has columns
+PAGE_POINTS = 120_000  # most points of all curves of a page together; a point takes 16 bytes
+FEWEST = 200  # points that each curve may have even if the page then has more than PAGE_POINTS
+MEANS = 8  # a thinned curve has so many points for each point of its mean curve
+SCORES = 8  # most curves in one plot of scores
 
 
 @dataclass(frozen=True)
 class Group:
-    """Metrics that share a plot.
+    """A group of metrics that share a plot.
 
-    patterns: shell patterns of their names.
-    factors: by metric, the factor that converts values to `unit`.
+    patterns: shell patterns that match the metrics' names.
+    factors: by metric, the factor that converts logged values to `unit`; other metrics are unchanged.
     """
 
     title: str
@@ -65,7 +65,8 @@ GROUPS = (
     Group("Device memory", "GiB", ("device/memory_gib_*",)),
     Group("Power", "watts a device", ("device/power_watts_*",)),
 )  # fmt: skip
-# Not plotted: flags and counters (shown as events or facts), errors of scores, and a constant of the data.
+# Not plotted: flags and counters (shown as events or facts), standard errors of scores, and a constant of the
+# data.
 _NOT_DRAWN = (
     "train/skipped_steps", "train/spikes", "train/batch_type", "train/on_policy", "train/ga_iterations",
     "train/ga_skip_rate", "eval_tasks/*_stderr", "*/unigram_entropy",
@@ -83,12 +84,13 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot: a metric of a run, thinned.
+    """One line of a plot: the finite values of a metric in one run, reduced to fewer points.
 
     run: index in the list of runs.
-    num_finite: number of finite points before thinning.
-    not_finite: number of NaN and infinite points before thinning, which are not drawn.
-    mean: means of equal intervals; None if the curve was not thinned.
+    iterations, tokens, values: `[points]`.
+    num_finite: number of points before the reduction.
+    not_finite: number of logged values that are NaN or infinite, and not drawn.
+    mean: a smooth curve of means over equal intervals; None if no point was left out.
     """
 
     run: int
@@ -103,7 +105,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Plot:
-    """The curves of one plot."""
+    """One plot of the report: a title, the unit of its values, and its curves."""
 
     title: str
     unit: str
@@ -111,8 +113,10 @@ class Plot:
 
 
 def plots_of(runs: Sequence[Run]) -> list[Plot]:
-    """The plots of a page. For one run metrics of a kind share a plot. For several runs each metric has a
-    plot of its own with a line for each run."""
+    """Returns the plots of a report on these runs.
+
+    For one run, metrics of one group share a plot. For several runs, each metric has its own plot with one
+    curve per run."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     chosen = [(group, part) for group in _groups(names) for part in _split(group[1], group[0], len(runs) > 1)]
     curves = sum(name in run.series for _, part in chosen for name in part for run in runs)
@@ -132,7 +136,7 @@ def plots_of(runs: Sequence[Run]) -> list[Plot]:
 
 
 def not_finite_only(runs: Sequence[Run]) -> list[str]:
-    """Metrics that have no finite value in any run, so that no plot shows them."""
+    """Returns the names of metrics that have no finite value in any run, so that no plot shows them."""
     names = dict.fromkeys(name for run in runs for name in run.series if _is_drawn(name))
     return [
         name for name in names
@@ -141,8 +145,10 @@ def not_finite_only(runs: Sequence[Run]) -> list[str]:
 
 
 def thin(series: Series, points: int) -> Series:
-    """Thins a series to about `points` points, without losing spikes. It keeps the lowest and highest point
-    of each of equal stretches, and the first and last point."""
+    """Reduces a series to about `points` points without losing spikes.
+
+    Divides it into `points` / 2 intervals of equal length, and keeps the lowest and highest value of each,
+    and the first and last point. A shorter series is returned unchanged."""
     count = len(series.values)
     if count <= points:
         return series
@@ -155,7 +161,7 @@ def thin(series: Series, points: int) -> Series:
 
 
 def means(series: Series, points: int) -> Series:
-    """Divides a series into `points` equal intervals, and returns their means."""
+    """Divides a series into `points` intervals of equal length, and returns the series of their means."""
     starts = np.linspace(0, len(series.values), points, endpoint=False).astype(int)
     widths = np.diff([*starts, len(series.values)])
     columns = (series.iterations, series.tokens, series.values)
@@ -167,7 +173,9 @@ def _is_drawn(name: str) -> bool:
 
 
 def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
-    """Returns (group, its metrics) for each group with metrics, then one group for each remaining metric."""
+    """Returns (group, names of its metrics) for each group that has any, sorted from training to test.
+
+    Training, validation and test metrics outside GROUPS follow, in groups by the name after the prefix."""
     grouped: list[tuple[Group, list[str]]] = [(group, []) for group in GROUPS]
     ungrouped: dict[str, list[str]] = {}
     for name in filter(_is_drawn, names):
@@ -183,7 +191,10 @@ def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
 
 
 def _split(names: list[str], group: Group, one_per_plot: bool) -> list[list[str]]:
-    """Splits the names of a group into plots: one per name, or one for all with at most SCORES scores."""
+    """Splits the metrics of a group into plots, and returns the names of each plot.
+
+    one_per_plot: one plot per metric. Otherwise one plot for all; scores are split into plots of at most
+    8."""
     width = 1 if one_per_plot else SCORES if group.title == "Scores" else len(names)
     return [names[i : i + width] for i in range(0, len(names), width)]
 
@@ -198,14 +209,14 @@ def _title(group: Group, names: Sequence[str], part: Sequence[str], one_per_plot
 
 
 def _label(name: str) -> str:
-    """The label of a metric in a legend, prefixed by the kind of data unless it is training's."""
+    """Returns the label of a metric in a legend, such as `validation perplexity`; "training" is omitted."""
     kind, _, stem = name.partition("/")
     stem = _LABELS.get(stem, _words(stem))
     return f"{_KINDS[kind]} {stem}".strip() if kind in ("validation", "test") or not stem else stem
 
 
 def _kind(name: str) -> int:
-    """The sort key of a metric: training, validation, test, then all others."""
+    """Returns the sort key of a metric: 0 for training, 1 for validation, 2 for test, 3 for all others."""
     kind = name.partition("/")[0]
     return list(_KINDS).index(kind) if kind in _KINDS else len(_KINDS)
 

@@ -12,15 +12,17 @@ from megatron.operations.report.facts import local_time
 from megatron.operations.report.run_data import Run, Series
 
 Kind = Literal["start", "restart", "save", "spike", "skipped", "stop"]
-# A spike is a loss SIGMA standard deviations above the mean of the last WINDOW losses, from MIN_LOSSES on:
-# the rule of skip_step_above_sigma, at its usual value.
+# A spike is a loss more than SIGMA standard deviations above the mean of the last WINDOW losses, once there
+# are MIN_LOSSES losses: the rule of skip_step_above_sigma, at its usual value.
 SIGMA, WINDOW, MIN_LOSSES = 6.0, 128, 32
-_LARGEST = 1e100  # losses beyond have no square
+_LARGEST = 1e100  # the squares of larger losses could overflow
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event after `iteration` steps. timestamp: local time as text, "" if no file has it."""
+    """An event in a run, after `iteration` steps.
+
+    text: its description. timestamp: local time as text; "" if no file has it."""
 
     iteration: int
     kind: Kind
@@ -35,10 +37,10 @@ def events_of(run: Run) -> list[Event]:
 
 
 def _starts(run: Run) -> Iterator[Event]:
-    """Yields the starts of a run.
+    """Yields an event for each start of a run that its metrics show.
 
-    A start is found by a new start time in the rows, or in older runs by a new restart number of deepy.py. If
-    a later start resumed from an earlier iteration, it removed these rows. Then the start is not found.
+    A start is seen by a new start time in the rows of metrics.jsonl; in older runs by a new restart number of
+    deepy.py. A start is not seen if a later start resumed before it, because that removed its rows.
     """
     start_values = run.series.get("runtime/start_time") or run.series.get("runtime/restarts")
     if start_values is None:
@@ -53,7 +55,7 @@ def _starts(run: Run) -> Iterator[Event]:
             if previous is None and last_iteration == 0 and not number:
                 yield Event(0, "start", "first start", timestamp)
             else:
-                text = f"{cause}goes on after its row of iteration {int(last_iteration)}"
+                text = f"{cause}continues after the logged iteration {int(last_iteration)}"
                 yield Event(int(last_iteration), "restart", text, timestamp)
         previous, last_iteration = value, iteration
 
@@ -72,8 +74,8 @@ def _saves(run: Run) -> Iterator[Event]:
 
 def _skipped_steps(run: Run) -> Iterator[Event]:
     for name, kind, reason in (
-        ("train/skipped_steps", "skipped", "not finite"),
-        ("train/untrained_steps", "skipped", "without a trained token"),
+        ("train/skipped_steps", "skipped", "loss or gradients not finite"),
+        ("train/untrained_steps", "skipped", "no token to train on"),
         ("train/spikes", "spike", "loss far above the recent ones (skip_step_above_sigma)"),
     ):
         for iteration, count in zip(*_columns(run.series.get(name)), strict=True):
@@ -83,9 +85,10 @@ def _skipped_steps(run: Run) -> Iterator[Event]:
 
 
 def _spikes(losses: Series | None) -> Iterator[Event]:
-    """Yields steps that were trained although their loss was far above the recent losses.
+    """Yields an event for each step whose loss was far above the recent losses, but which was not skipped.
 
-    Running sums give the window's mean in constant time, because a run may have 100,000 rows."""
+    Running sums give mean and deviation of the window in constant time, because a run may have 100,000
+    rows."""
     window: deque[float] = deque(maxlen=WINDOW)
     total = squares = 0.0
     for iteration, loss in zip(*_columns(losses), strict=True):
@@ -94,9 +97,11 @@ def _spikes(losses: Series | None) -> Iterator[Event]:
         if len(window) >= MIN_LOSSES:
             mean = total / len(window)
             if loss > mean + SIGMA * math.sqrt(max(squares / len(window) - mean * mean, 0.0)):
-                deviations = statistics.pstdev(window)  # again, without the rounding errors of the sums
+                deviations = statistics.pstdev(
+                    window
+                )  # computed again, without the rounding errors of the running sums
                 if loss > statistics.fmean(window) + SIGMA * deviations:
-                    yield Event(int(iteration), "spike", f"loss {loss:.4g}, {mean:.4g} on average before")
+                    yield Event(int(iteration), "spike", f"loss {loss:.4g}; mean of the recent losses {mean:.4g}")
                     continue
         if len(window) == WINDOW:
             total, squares = total - window[0], squares - window[0] ** 2

@@ -1,4 +1,4 @@
-"""Builds the tables of a report: a run's state, its model and data, its configuration."""
+"""Builds the tables of a report on a run: its state, model, data and configuration."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _LOSSES = {
 
 @dataclass(frozen=True)
 class ConfigRow:
-    """A resolved value of the configuration, and its origin."""
+    """A row of the table of the configuration: a key, its resolved value, and where the value comes from."""
 
     key: str
     value: str
@@ -26,9 +26,10 @@ class ConfigRow:
 
 
 def summary_facts(run: Run) -> Facts:
-    """The state of a run, from its status, its summary and its last rows."""
+    """Returns (name, text) pairs on the state of a run, from status.json, training_summary.json and
+    metrics."""
     status, summary = run.status, run.summary
-    # Rows may be ahead of status.json, which is written less often.
+    # Rows of metrics.jsonl may be ahead of status.json, which is written less often.
     iteration = max(int(_last(run, "iterations") or 0), int(status.get("iteration") or 0))
     total = status.get("train_iters") or summary.get("train_iters")
     best, speed = summary.get("best"), summary.get("tokens_per_sec")
@@ -50,7 +51,7 @@ def summary_facts(run: Run) -> Facts:
 
 
 def model_facts(run: Run) -> Facts:
-    """The model, its parallel layout, and the versions of code that trained it."""
+    """Returns (name, text) pairs on a run's model, parallel layout, batch, code versions and folders."""
     summary, args = run.summary, run.args
     manifest = run.checkpoints[-1].manifest if run.checkpoints else {}
     model = None
@@ -78,7 +79,7 @@ def model_facts(run: Run) -> Facts:
 
 
 def data_facts(run: Run) -> Facts:
-    """Paths of the data, and the digests and sizes by which a checkpoint identifies them."""
+    """Returns (name, text) pairs on a run's data: paths, and the digests and sizes in its last checkpoint."""
     values = flat_values(run.args) if run.args is not None else []
     paths = [(key, yaml_value(value)) for key, value in values if key.endswith(("data_path", "data_paths")) and value]
     if not run.checkpoints:
@@ -104,7 +105,7 @@ def config_rows(args: NeoXArgs) -> tuple[list[ConfigRow], list[ConfigRow]]:
 
 
 def local_time(text: Any) -> str:
-    """A time in ISO 8601 as local time of this machine; "" if it is not one."""
+    """Converts an ISO 8601 time to text in this machine's local time; "" for anything else."""
     try:
         return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}"
     except (TypeError, ValueError):
@@ -112,13 +113,13 @@ def local_time(text: Any) -> str:
 
 
 def scores_of(run: Run) -> dict[str, float]:
-    """The last value of each score of `eval_tasks`."""
+    """Returns the last logged value of each score of `eval_tasks`, by TASK_METRIC."""
     scores = ((name, series) for name, series in run.series.items() if name.startswith("eval_tasks/"))
     return {name.removeprefix("eval_tasks/"): float(series.values[-1]) for name, series in scores}
 
 
 def _facts(*facts: tuple[str, Any]) -> Facts:
-    """Returns the facts that are known, as text."""
+    """Returns the (name, value) pairs as text, without those whose value is None or ""."""
     return [(name, str(value)) for name, value in facts if value not in (None, "")]
 
 
@@ -154,7 +155,7 @@ def _duration(seconds: float | None) -> str | None:
 
 
 def _digest(entry: Any) -> str:
-    """Formats the manifest's entry on a data set as one line, with hashes shortened to 16 digits."""
+    """Formats a manifest's entry on a data set as one line of text, with hashes shortened to 16 digits."""
     return ", ".join(_leaves(entry, "")) if isinstance(entry, Mapping) else str(entry)
 
 

@@ -1,7 +1,6 @@
-"""Draws the plots of a report with bokeh. All plots share one range of iterations, so that they zoom
-together.
+"""Draws the plots of a report with bokeh. All plots share one range of iterations, so they zoom together.
 
-The load of experts is drawn as a map of iterations and experts for each run, one layer at a time.
+The load of experts is drawn as one heat map per run: iterations across, experts up, one layer at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,32 +28,32 @@ EVENTS: dict[Kind, tuple[str, str, str]] = {
     "spike": ("spikes", "#d62728", "dashed"),
     "stop": ("stops", "#202124", "solid"),
 }
-"""Name on the page, colour and dashes of each kind of event. First starts are only in the table."""
-MOST_EVENTS = 400  # of a kind and run in the plots
-MANY_EVENTS = 40  # from which on they are drawn pale, to keep curves visible
-MARKED_POINTS = 60  # up to which points have markers, since a line through one point is invisible
+"""Name on the page, colour and dash style for each kind of event. First starts appear only in the table."""
+MOST_EVENTS = 400  # most events of one kind and run in the plots
+MANY_EVENTS = 40  # more events than this are drawn pale, to keep curves visible
+MARKED_POINTS = 60  # curves of at most so many points have markers, because a line through one point is invisible
 POINT = (("iteration", "@x{0,0}"), ("tokens", "@tokens{0.00a}"), ("value", "@y{%.6g}"))
 EVENT = (("iteration", "@x{0,0}"), ("", "@text"))  # tooltip
-HEIGHT, LEGEND_ROW = 300, 21  # pixels: of a plot, and of each row of its legend above it
-LEGEND_CHARACTERS = 44  # of a row, to fit a narrow window
+HEIGHT, LEGEND_ROW = 300, 21  # pixels: height of a plot, and of each row of the legend above it
+LEGEND_CHARACTERS = 44  # characters of a legend's row, to fit a narrow window
 IDLE = "#000000"
 # ColorBrewer's RdBu with a pale grey in the middle: seldom chosen, as the mean, often chosen.
 _STOPS = ("#1f63b5", "#4f9bd0", "#9ecae1", "#f2f2f2", "#fcae7b", "#ef5a3c", "#99000d")
 _NAMES = {0.125: "1/8", 0.25: "1/4", 0.5: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}
-_SHORT, _TALL, _ROW, _MARGINS = 150, 520, 12, 60  # pixels: height of a map's frame (from, to), of an expert, of axes
+_SHORT, _TALL, _ROW, _MARGINS = 150, 520, 12, 60  # pixels: least and largest height of a map, height of an expert, axes
 
 
 @dataclass(frozen=True)
 class PlotModels:
-    """A plot as bokeh models: one with a linear scale, and a hidden one with a logarithmic scale where
-    useful."""
+    """A plot, and its bokeh figures: one with a linear scale; for losses also a hidden one with a log
+    scale."""
 
     plot: Plot
     models: tuple[Any, ...]
 
 
 def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> models.Range1d:
-    """Returns the range of iterations that covers all plots and maps. Needs at least one plot."""
+    """Returns a bokeh range of iterations that covers all plots and maps. At least one plot is needed."""
     curves = [curve for plot in plots for curve in plot.curves]
     low = min(float(curve.iterations[0]) for curve in curves)
     high = max(float(curve.iterations[-1]) for curve in curves)
@@ -67,7 +66,7 @@ def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> models
 def draw(
     plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: models.Range1d | None = None
 ) -> list[PlotModels]:
-    """Draws the plots; their models are named `plot-0`, `plot-0-log` and so on.
+    """Returns the plots as bokeh figures, which are named `plot-0`, `plot-0-log`, `plot-1` and so on.
 
     events: events of each run.
     iteration_range: the iterations to show; None: those of `plots`.
@@ -90,13 +89,17 @@ def draw(
 
 
 def _source(curve: Curve) -> models.ColumnDataSource:
-    """The points of a curve as 32-bit arrays, which bokeh embeds unchanged."""
+    """Returns a bokeh source with the points of a curve as 32-bit arrays, which bokeh embeds in binary
+    form."""
     columns = {"x": curve.iterations.astype(np.int32), "y": curve.values.astype(np.float32)}
     return models.ColumnDataSource({**columns, "tokens": curve.tokens.astype(np.float32)}, name="curve")
 
 
 def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kind, models.ColumnDataSource]]:
-    """Yields (index of the run, kind, bokeh source with positions and texts) of events to draw."""
+    """Yields (index of the run, kind, bokeh source with positions and texts) for the events of each run and
+    kind.
+
+    Of more than 400 events of a kind, only evenly chosen ones are in the source."""
     for run, run_events in enumerate(events):
         for kind in EVENTS:
             selected = [event for event in run_events if event.kind == kind]
@@ -108,7 +111,8 @@ def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kin
 
 
 def _empty_figure(iteration_range: models.Range1d, y_label: str | None, grid_color: str | None, **options: Any) -> Any:
-    """Returns a bokeh figure over iterations, with the tools of every plot. options: passed to bokeh."""
+    """Returns an empty bokeh figure with iterations as x axis, and tools to pan and zoom. options: for
+    bokeh."""
     tools = [models.PanTool(), models.BoxZoomTool(), models.WheelZoomTool(dimensions="width"), models.ResetTool()]
     empty: Any = figure(
         sizing_mode="stretch_width", x_range=iteration_range, min_border_right=12, active_drag="auto", tools=tools,
@@ -124,9 +128,10 @@ def _figure(
     plot: Plot, sources: Sequence[models.ColumnDataSource], iteration_range: models.Range1d,
     events: Sequence[tuple[int, Kind, models.ColumnDataSource]], several: bool, scale: Scale,
 ) -> Any:  # fmt: skip
-    """Returns the bokeh figure of one plot. Its models of events are named `event KIND`.
+    """Returns the bokeh figure of one plot. The lines of its events are named `event KIND`.
 
-    several: whether there are several runs; then colours stand for runs, else for metrics."""
+    sources: points of each curve. several: whether the page has several runs; then colours stand for runs,
+    else for metrics."""
     plot_figure = _empty_figure(iteration_range, plot.unit or None, grid_color="#e8eaed", y_axis_type=scale)
     if scale == "linear":
         plot_figure.yaxis.formatter = models.BasicTickFormatter(power_limit_high=9)
@@ -137,13 +142,13 @@ def _figure(
         alpha = 0.7 if len(source.data["x"]) <= MANY_EVENTS else 0.25
         look = {"line_color": color, "line_dash": dash, "line_width": 1.2, "line_alpha": alpha}
         span = plot_figure.vspan(x="x", source=source, **look)
-        span.level, span.name = "underlay", f"event {kind}"  # curves lie over them
+        span.level, span.name = "underlay", f"event {kind}"  # below the curves
         spans.append(span)
     lines: dict[str, list[Any]] = {}
     for position, (curve, source) in enumerate(zip(plot.curves, sources, strict=True)):
         color = COLORS[(curve.run if several else position) % len(COLORS)]
         parts = [plot_figure.line("x", "y", source=source, line_color=color, line_width=1.6)]
-        if curve.mean is not None:  # the thinned curve is then a band that would hide other curves
+        if curve.mean is not None:  # drawn pale, because the thinned curve is a band that would hide other curves
             parts[0].glyph.update(line_alpha=0.35, line_width=1.0)
             columns = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
             mean = models.ColumnDataSource(columns, name="mean")
@@ -171,14 +176,15 @@ def _hover(renderers: list[Any], tips: Sequence[tuple[str, str]]) -> models.Hove
 
 
 def _escape_columns(text: str) -> str:
-    """Replaces `@` and `$` in a tooltip's text, which bokeh would read as names of columns."""
+    """Replaces `@` and `$` in the text of a tooltip, because bokeh reads words after them as names of
+    columns."""
     return text.replace("@", "(at)").replace("$", "(dollar)")
 
 
 def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
-    """Returns (legend above a plot, its number of rows), with columns for a narrow window.
+    """Returns (bokeh legend, its number of rows). The legend has as many columns as fit into a narrow window.
 
-    A click on an entry hides its curve."""
+    entries: parts of each curve's drawing by label. A click on a label hides the curve."""
     longest = max(len(label) for label in entries) + 6  # the line beside it
     columns = max(1, min(len(entries), LEGEND_CHARACTERS // longest))
     items = [LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
@@ -191,13 +197,15 @@ def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
 
 
 def draw_maps(maps: Sequence[LoadMap], iteration_range: models.Range1d) -> list[Any]:
-    """A figure for each map, named `load-0` and so on. Its renderers are named `layer N`; the first is
-    visible. iteration_range: shared by all plots."""
+    """Returns a bokeh figure for each map of expert loads, named `load-0`, `load-1` and so on.
+
+    A figure has one image per layer, named `layer N`; only the first is visible. iteration_range: shared by
+    all plots of the page."""
     return [_map_figure(f"load-{number}", load_map, iteration_range) for number, load_map in enumerate(maps)]
 
 
 def palette() -> list[str]:
-    """The colours of codes 1 to CODES, as hexadecimal strings."""
+    """Returns the colours of the load codes 1 to CODES, from blue (low) to red (high), such as `#1f63b5`."""
     stops = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in _STOPS]
     colors = []
     for i in range(CODES):
@@ -233,7 +241,7 @@ def _map_figure(name: str, load_map: LoadMap, iteration_range: models.Range1d) -
 
 
 def _load_hover() -> models.HoverTool:
-    """A tooltip that computes the load from its colour's code, exact to 1 %."""
+    """Returns a tooltip that shows the load under the mouse, computed from its code; exact to about 1 %."""
     place = f"(value - 1) / {CODES - 1} * {2 * OCTAVES} - {OCTAVES}"
     bounds = f"value == 1 ? 'at most {2**-OCTAVES}' : value == {CODES} ? 'at least {2**OCTAVES}'"
     code = f"return value == 0 ? 'no token' : {bounds} : Math.pow(2, {place}).toFixed(2)"

@@ -1,4 +1,4 @@
-"""Renders the page of a report, and writes it."""
+"""Renders the report on training runs as a page of HTML, and writes it to a file."""
 
 import logging
 import os
@@ -23,19 +23,22 @@ from megatron.operations.report.run_data import Run, names_of, read_run, read_ru
 from megatron.operations.run_folder import RunFolder
 
 PAGE = "report.html"
-MAX_EVENTS = 300  # events in a table
+MAX_EVENTS = 300  # most events in a run's table
 
 
 class ReportError(UserError):
-    """Raised if a report cannot be made; the message says why."""
+    """Raised if a report cannot be made or written; the message says why."""
 
 
 def write_report(paths: Sequence[str | Path], target: str | Path | None = None) -> Path:
-    """Writes the page of the runs that the paths name (as for `open_run`), and returns its path.
+    """Writes a report on the runs, one HTML page, and returns its path.
 
-    target: path of the page. None: for a single run its `save`, or its log folder if checkpoints are in a
-    bucket; for several runs the current folder. Raises RunFolderError, and ReportError if bokeh is not
-    installed or the page cannot be written.
+    paths: for each run its `save`, its log folder or its metrics.jsonl.
+    target: path of the page; None: report.html in `save` of a single run (in its log folder if `save` is in a
+        bucket), or in the current folder for several runs.
+
+    Raises RunFolderError for a path without a run, and ReportError if bokeh is not installed or the page
+    cannot be written.
     """
     runs = read_runs(paths)
     if target is None:
@@ -44,19 +47,20 @@ def write_report(paths: Sequence[str | Path], target: str | Path | None = None) 
 
 
 def report_at_end(args: NeoXArgs, logs: Path, logger: logging.Logger) -> None:
-    """Writes the page of the run that this process has trained (`report: true`), however it ended. A failure
-    is only logged. logs: its log folder."""
+    """Writes the report on the run that this process has trained, whether the run finished or failed.
+
+    logs: the run's log folder. If the report cannot be written, a warning is logged and nothing is raised."""
     save = Path(args.save_dir).expanduser().absolute() if args.save_dir is not None else None
     folder = RunFolder(save, logs.absolute())
     try:
         (name,) = names_of([folder])
         logger.info(f"report: {_write([read_run(folder, name, args)], _place(folder, args))}")
-    except Exception as problem:  # of whatever kind: how the run ended stays as it is
+    except Exception as problem:  # a failed report must not change how the run ended
         logger.warning(f"report: true, but the report could not be written: {type(problem).__name__}: {problem}")
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Returns the page as text. Raises ReportError without bokeh."""
+    """Returns the HTML text of the report on these runs. Raises ReportError if bokeh is not installed."""
     require_bokeh()
     from megatron.operations.report import figures
 
@@ -83,21 +87,21 @@ def render(runs: Sequence[Run]) -> str:
 
 def require_bokeh() -> None:
     """Raises ReportError if bokeh is not installed."""
-    import_optional("bokeh", ReportError("a report needs bokeh for its plots: pip install 'neox[report]'"))
+    import_optional("bokeh", ReportError("a report needs bokeh for its plots; install: pip install 'neox[report]'"))
 
 
 def embedded(models: Sequence[Any]) -> dict[str, Any]:
-    """The variables with which a template draws bokeh models offline.
+    """Returns the variables with which an HTML template draws bokeh models without network access.
 
     `bokeh` has the library's scripts, `data` the JSON for `Bokeh.embed.embed_items`. Each model is drawn into
-    the element whose id is the model's name.
+    the HTML element whose id is the model's name.
     """
     from bokeh.core.json_encoder import serialize_json
     from bokeh.document import Document
     from bokeh.resources import Resources
 
     document = Document()
-    with document.models.freeze():  # else all models are counted again with each
+    with document.models.freeze():  # otherwise each added model would have all models counted again
         for model in models:
             document.add_root(model)
     places = {model.id: model.name for model in document.roots}
@@ -106,12 +110,13 @@ def embedded(models: Sequence[Any]) -> dict[str, Any]:
         "items": [{"docid": "report", "roots": places, "root_ids": list(places)}],
     }
     scripts = Resources(mode="inline", components=["bokeh"], minified=True).js_raw
-    # No text in it can end or begin an HTML element.
+    # Without "<", no text in the data can begin or end an HTML element.
     return {"bokeh": scripts, "data": serialize_json(data, pretty=False).replace("<", "\\u003c")}
 
 
 def _place(folder: RunFolder, args: NeoXArgs | None) -> Path:
-    """Returns the default path of a run's page: in `save`, or in the log folder if `save` is in a bucket."""
+    """Returns the default path of a run's report: in `save`, or in the log folder if `save` is in a
+    bucket."""
     in_bucket = args is not None and args.save is not None and is_remote(args.save)
     return (folder.logs if folder.save is None or in_bucket else folder.save) / PAGE
 
@@ -129,7 +134,8 @@ def _write(runs: Sequence[Run], path: Path) -> Path:
 
 
 def _section(run: Run, events: Sequence[Event]) -> dict[str, Any]:
-    """The template variables of one run's section, without its curves."""
+    """Returns the template's variables for one run: its tables, events, answers and problems, but no
+    curves."""
     chosen, defaults = config_rows(run.args) if run.args is not None else ([], [])
     return {
         "name": run.name, "rows": run.rows, "summary": summary_facts(run), "model": model_facts(run),
@@ -140,8 +146,9 @@ def _section(run: Run, events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _events_of_table(events: Sequence[Event]) -> Sequence[Event]:
-    """Returns the events for the table, in order. If there are more than MAX_EVENTS, the rarest kinds are
-    kept."""
+    """Returns the events that the table of a run shows, sorted by iteration.
+
+    Of more than MAX_EVENTS events, those of the rarest kinds are chosen."""
     if len(events) <= MAX_EVENTS:
         return events
     counts = Counter(event.kind for event in events)
@@ -150,18 +157,22 @@ def _events_of_table(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def _note(plot: Plot) -> str:
-    """Returns a note on a plot: number of drawn points, of all points, and of NaN or infinite values."""
+    """Returns the note below a plot: its numbers of drawn points, of all points, and of NaN or infinite
+    values."""
     num_drawn = sum(len(curve.values) for curve in plot.curves)
     num_points = sum(curve.num_finite for curve in plot.curves)
     note = f"{num_points:,} points"
     if num_drawn < num_points:
-        note = f"{num_drawn:,} of {num_points:,} points: the lowest and highest of each stretch, and a mean"
+        note = f"{num_drawn:,} of {num_points:,} points: the lowest and highest of each interval, and a mean curve"
     missing = sum(curve.not_finite for curve in plot.curves)
     return note + (f"; {missing:,} NaN or infinite values are not drawn" if missing else "")
 
 
 def _map(runs: Sequence[Run], load_map: LoadMap, place: str) -> dict[str, Any]:
-    """Returns the template variables of a map. `layers` has (name of the renderer, label) of each layer."""
+    """Returns the template's variables for a map of expert loads; `layers` has (image's name, label) per
+    layer.
+
+    place: id of the HTML element for the map."""
     _, experts, columns = load_map.codes.shape
     title = "Load of experts" + (f": {runs[load_map.run].name}" if len(runs) > 1 else "")
     layers = [
@@ -170,18 +181,20 @@ def _map(runs: Sequence[Run], load_map: LoadMap, place: str) -> dict[str, Any]:
     ]
     note = f"{load_map.lines:,} logged steps"
     if columns < load_map.lines:
-        note = f"{columns:,} of {load_map.lines:,} logged steps, at equal distances"
+        note = f"{columns:,} of {load_map.lines:,} logged steps, evenly spaced"
     return {"title": title, "place": place, "layers": layers, "note": f"{note}; {experts} experts"}
 
 
 def _differing(runs: Sequence[Run]) -> Mapping[str, Sequence[str]] | None:
-    """The values that differ between runs; None if a run has no configuration to compare."""
+    """Returns the configuration keys whose values differ between runs, with each run's value as text.
+
+    None for a single run, or if a run has no configuration to compare."""
     configurations = [run.args for run in runs if run.args is not None]
     return differing_values(configurations) if len(runs) > 1 and len(configurations) == len(runs) else None
 
 
 def _scores(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """A row for each score, with its last value in each run."""
+    """Returns for each score its last value in each run as text; "" for a run without the score."""
     scores_by_run = [scores_of(run) for run in runs]
     names = dict.fromkeys(name for scores in scores_by_run for name in scores)
     return {name: [f"{scores[name]:.4f}" if name in scores else "" for scores in scores_by_run] for name in names}

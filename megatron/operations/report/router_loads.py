@@ -1,5 +1,6 @@
-"""Reads the load of experts from `router_load.jsonl`, and reduces it to images: fewer lines, one byte per
-load."""
+"""Reads the load of experts from `router_load.jsonl`, and reduces it to small images with one byte per load.
+
+The load of an expert is its number of tokens, divided by the mean over the experts of its layer."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,20 +13,20 @@ from numpy.typing import NDArray
 from megatron.process.metrics_file import LOAD_FILE, read_lines
 from megatron.process.run_files import Problems, Unfit, count, list_of
 
-COLUMNS = 400  # of a map at most
-FEWEST = 20
-PAGE_CELLS = 1_500_000  # of all maps of a page, unless that leaves fewer than FEWEST columns; a cell takes 4/3 bytes
-OCTAVES = 3  # colours reach from 2**-3 to 2**3
+COLUMNS = 400  # most columns of a map
+FEWEST = 20  # columns that each map may have even if the page then has more than PAGE_CELLS
+PAGE_CELLS = 1_500_000  # most cells of all maps of a page together; a cell takes 4/3 bytes
+OCTAVES = 3  # colours stand for loads from 2**-3 to 2**3
 CODES = 254  # number of codes for loads above 0; load 0 has code 0
 
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """The load of experts over a run.
+    """The load of experts in the logged steps of a run.
 
-    layers: NeoX's layer indices.
-    iterations: `[lines]`.
-    load: `[lines, layers, experts]`, relative to the mean of the layer's experts.
+    layers: layer numbers, as in the names of checkpoint files.
+    iterations: `[lines]`, iteration of each logged step.
+    load: `[lines, layers, experts]`, tokens of an expert divided by the mean of its layer's experts.
     """
 
     layers: tuple[int, ...]
@@ -35,13 +36,13 @@ class RouterLoad:
 
 @dataclass(frozen=True)
 class LoadMap:
-    """One image for each layer of a run.
+    """The load of experts in a run as images, one per layer.
 
     run: index in the list of runs.
-    first_iteration, step: iterations of the columns.
-    codes: `[layers, experts, columns]` uint8, as `encode` returns them.
-    lines: number of lines before thinning.
-    idle: `[layers]`, number of experts without a token in the last line.
+    first_iteration, step: iteration of the first column, and iterations from one column to the next.
+    codes: `[layers, experts, columns]` uint8, loads as `encode` returns them.
+    lines: number of logged steps.
+    idle: `[layers]`, number of experts without a token in the last logged step.
     """
 
     run: int
@@ -54,8 +55,10 @@ class LoadMap:
 
 
 def read_load(logs: Path, problems: Problems) -> RouterLoad | None:
-    """The load in a run's log folder; None if there is none. Lines whose layers or experts differ from the
-    last line's are ignored. Lines without a load are also noted in `problems`."""
+    """Returns the load of experts in router_load.jsonl in a run's log folder; None if there is none.
+
+    Lines with other layers or another number of experts than the last line are ignored. So are unusable
+    lines, with a message in `problems`."""
     loads_by_shape: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, NDArray[np.float32]]]] = {}
     last_shape = None
     path = logs / LOAD_FILE
@@ -63,42 +66,48 @@ def read_load(logs: Path, problems: Problems) -> RouterLoad | None:
         try:
             layers, load = tuple(list_of(count)(row["layers"])), np.asarray(row["load"], np.float32)
         except (KeyError, TypeError, ValueError, OverflowError, Unfit) as problem:
-            problems.note(path, "", f"a line holds no load ({type(problem).__name__}: {problem}); skipped")
+            problems.note(
+                path, "", f"a line has no usable layers and load ({type(problem).__name__}: {problem}); skipped"
+            )
             continue
         if load.ndim == 2 and load.size and len(layers) == len(load) and np.isfinite(load).all() and load.min() >= 0:
             last_shape = layers, load.shape
             loads_by_shape.setdefault(last_shape, []).append((row["iteration"], load))
         else:
-            problems.note(path, "load", "no finite numbers by layer and expert; skipped")
+            problems.note(path, "load", "is not a list of finite numbers for each layer; line skipped")
     if last_shape is None:
         return None
-    lines = dict(loads_by_shape[last_shape])  # of each iteration the last
+    lines = dict(loads_by_shape[last_shape])  # the last line of each iteration
     iterations = np.array(sorted(lines))
     return RouterLoad(last_shape[0], iterations, np.stack([lines[iteration] for iteration in sorted(lines)]))
 
 
 def maps_of(loads: Sequence[RouterLoad | None]) -> list[LoadMap]:
-    """The maps of a page, one for each run that logged its load."""
+    """Returns the maps of a report, one for each run that has a load of experts."""
     cells = sum(load.load[0].size for load in loads if load is not None)
     columns = min(COLUMNS, max(FEWEST, PAGE_CELLS // max(cells, 1)))
     return [_map(run, load, columns) for run, load in enumerate(loads) if load is not None]
 
 
 def encode(load: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Encodes loads as bytes: 0 for 0, else 1 to CODES in equal steps of the logarithm. Code 1 is for
-    2**-OCTAVES and below, CODES for 2**OCTAVES and above."""
+    """Encodes loads as bytes. Load 0 gets code 0, other loads codes 1 to CODES in proportion to their
+    logarithm.
+
+    Code 1 is for 2**-OCTAVES and below, CODES for 2**OCTAVES and above."""
     position = (np.log2(np.maximum(load, 1e-9)) + OCTAVES) / (2 * OCTAVES)
     code = 1 + np.rint(np.clip(position, 0, 1) * (CODES - 1))
     return np.where(load > 0, code, 0).astype(np.uint8)
 
 
 def code_of(load: float) -> float:
-    """Returns the colour code of a load before rounding (see `encode`)."""
+    """Returns the code of a load as `encode` computes it, but before rounding and clipping."""
     return 1 + (np.log2(load) + OCTAVES) / (2 * OCTAVES) * (CODES - 1)
 
 
 def _map(run: int, load: RouterLoad, columns: int) -> LoadMap:
-    """Returns a map with equally spaced columns; each shows the newest load logged up to its iteration."""
+    """Returns the map of one run, with `columns` evenly spaced columns at most.
+
+    A column shows the newest load that was logged up to its iteration. run: index in the list of runs."""
     iterations = load.iterations
     first_iteration, last_iteration, lines = int(iterations[0]), int(iterations[-1]), len(iterations)
     narrowest = min((b - a for a, b in itertools.pairwise(iterations.tolist())), default=1)

@@ -1,6 +1,6 @@
-"""Reads the data of a report from a run's folders: series of metrics, checkpoints, answers.
+"""Reads the data for a report from a run's folders: metrics, checkpoints, answers to `demo_prompts`.
 
-Of a model trained with rewards it reads the best and the worst answer of a few generations.
+For a model trained with rewards it also reads the best and the worst answer of a few generations.
 """
 
 import itertools
@@ -23,13 +23,14 @@ from megatron.process.metrics_file import POSITION, ROLLOUTS_FILE, read_lines
 from megatron.process.run_files import Problems, Unfit, fields_of, open_file, parse, read_fields, text
 
 Numbers = NDArray[np.float64]
-MAX_GENERATIONS = 6  # generations, the first and the last among them
+MAX_GENERATIONS = 6  # most generations shown; the first and the last are among them
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over a run: `[points]` each. tokens: consumed so far, NaN if a row does not say. values: may
-    be NaN or infinite."""
+    """The values of one metric over a run; each array is `[points]`.
+
+    tokens: consumed tokens at each point; NaN where not logged. values: may be NaN or infinite."""
 
     iterations: Numbers
     tokens: Numbers
@@ -38,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in `save`. manifest: its manifest.json, {} if missing or unreadable."""
+    """A checkpoint of a run. manifest: content of its manifest.json; {} if missing or unreadable."""
 
     iteration: int
     manifest: Mapping[str, Any]
@@ -46,7 +47,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt of `demo_prompts`, and the model's answers before and after training; None if not asked."""
+    """A prompt of `demo_prompts`, with the model's answers before and after training; None: not answered
+    then."""
 
     prompt: str
     before_training: str | None
@@ -55,7 +57,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """An answer with a reward, as the page shows it. rewards: text with the reward of each function."""
+    """A prompt, the model's answer and its reward. rewards: text with the reward from each reward
+    function."""
 
     prompt: str
     completion: str
@@ -65,12 +68,12 @@ class AnswerRow:
 
 @dataclass(frozen=True)
 class GenerationRows:
-    """A generation of answers.
+    """Numbers of one generation of answers, with its best and its worst answer.
 
-    iteration: of the first step that trains on them.
-    mean: mean of all known rewards.
+    iteration: the first step that trains on the answers.
     answers: number of answers.
-    best, worst: None if no answer has a reward.
+    mean: mean reward of the answers that have one.
+    best, worst: the answers with the highest and lowest reward; None if no answer has a reward.
     """
 
     iteration: int
@@ -84,13 +87,15 @@ class GenerationRows:
 class Run:
     """The data of one run for a report.
 
-    rows: lines in its metrics.jsonl.
-    args: None if no start has left its configuration.
-    status, summary: status.json and training_summary.json, or {}.
-    answers_at: iterations at which `demo_prompts` were answered, sorted.
-    load: load of experts; None without experts.
-    rollouts: answers of a run trained with rewards.
-    problems: unusable content of its files.
+    name: displayed name.
+    rows: number of rows in metrics.jsonl.
+    series: values of each metric, by name.
+    args: the run's configuration; None if it cannot be read.
+    status, summary: content of status.json and training_summary.json, or {}.
+    answers: answers to `demo_prompts`. answers_at: iterations at which they were answered, sorted.
+    load: load of experts; None if it was not logged.
+    rollouts: generations of a run trained with rewards.
+    problems: messages on unusable content of the run's files.
     """
 
     name: str
@@ -109,18 +114,21 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs that paths name, each as for `open_run`. Raises RunFolderError for a path without a run,
-    unreadable files, or a run that is named twice."""
+    """Returns the data of each run. paths: for each run its `save`, log folder or metrics.jsonl.
+
+    Raises RunFolderError for a path without a run, and for two paths of the same run."""
     folders = [open_run(path) for path in paths]
     logs = [folder.logs.resolve() for folder in folders]
     for path, place in zip(paths, logs, strict=True):
         if logs.count(place) > 1:
-            raise RunFolderError(f"{path}: this run is named twice (it logs into {place}); name each once")
+            raise RunFolderError(f"{path}: this run is given twice (its log folder is {place}); give each run once")
     return [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
 
 
 def read_run(folder: RunFolder, name: str, args: NeoXArgs | None = None) -> Run:
-    """Reads the folders of a run. args: its configuration, if the caller knows it. Raises RunFolderError."""
+    """Reads the data of one run from its folders.
+
+    name: displayed name. args: the run's configuration; None: read it from the log folder or a checkpoint."""
     rows, problems = folder.rows(), folder.problems
     checkpoints = list(_checkpoints(folder.save, problems))
     answers, answers_at = _answers(folder.save, problems)
@@ -134,8 +142,10 @@ def read_run(folder: RunFolder, name: str, args: NeoXArgs | None = None) -> Run:
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
-    """Returns a series for each metric with numbers in the rows of a metrics.jsonl, by name."""
-    points: dict[str, array[float]] = {}  # iteration, tokens and value of each, one after another
+    """Returns the series of each metric that has numbers in these rows of metrics.jsonl, by name."""
+    points: dict[
+        str, array[float]
+    ] = {}  # by metric: iteration, tokens and value of the first point, of the second, ...
     for row in rows:
         iteration, tokens = row["iteration"], row.get("consumed_tokens", math.nan)
         for name, value in row.items():
@@ -145,8 +155,10 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 
 
 def names_of(folders: Sequence[RunFolder]) -> list[str]:
-    """Display names of runs: the last folders of `save`, as many as tell all runs apart. A run without `save`
-    is named by its log folder."""
+    """Returns a displayed name for each run: the end of its path `save`, as short as keeps all names
+    different.
+
+    A run without `save` is named by its log folder."""
     places = [folder.save or (folder.logs.parent if folder.logs.name == "logs" else folder.logs) for folder in folders]
     names: list[str] = []
     for depth in range(1, max(len(place.parts) for place in places) + 1):
@@ -157,8 +169,9 @@ def names_of(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _checkpoints(save: Path | None, problems: Problems) -> Iterator[Checkpoint]:
-    """Yields checkpoints in order of their steps. They are read as text, since `megatron.checkpointing`
-    imports torch."""
+    """Yields the checkpoints global_stepN in `save`, in order of N. save: None yields nothing.
+
+    Only manifest.json is read, without `megatron.checkpointing`, which imports torch."""
     folders = save.glob("global_step*") if save is not None else ()
     for folder in sorted(folders, key=lambda path: (len(path.name), path.name)):
         step = folder.name.removeprefix("global_step")
@@ -175,19 +188,23 @@ def _checkpoints(save: Path | None, problems: Problems) -> Iterator[Checkpoint]:
 
 
 def _saved_args(checkpoints: Sequence[Checkpoint], problems: Problems) -> NeoXArgs | None:
-    """The configuration in the newest checkpoint that has one, without the origins of its keys."""
+    """Returns the configuration in the newest checkpoint that has a readable one; None if there is none.
+
+    It does not say where each key was set."""
     for checkpoint in reversed(checkpoints):
         if config := checkpoint.manifest.get("config"):
             try:
                 return NeoXArgs.from_dict(config)
             except (UserError, ValueError, KeyError, TypeError, AttributeError) as problem:
-                reason = f"config: not readable by this version ({type(problem).__name__})"
+                reason = f"config: this version cannot read it ({type(problem).__name__})"
                 problems.note(Path(f"global_step{checkpoint.iteration}/manifest.json"), "", reason)
     return None
 
 
 def _answers(save: Path | None, problems: Problems) -> tuple[list[Answer], tuple[int, ...]]:
-    """Returns (answers in `demo_outputs` before the first step and of the newest file, all iterations)."""
+    """Returns (answers to each demo prompt before and after training, sorted iterations of all answers).
+
+    The answers come from step0.jsonl and the newest file in `<save>/demo_outputs`."""
     files: dict[int, Path] = {}
     for path in (save / "demo_outputs").glob("step*.jsonl") if save is not None else ():
         if re.fullmatch(r"[0-9]{1,18}", step := path.stem.removeprefix("step")):
@@ -201,7 +218,9 @@ def _answers(save: Path | None, problems: Problems) -> tuple[list[Answer], tuple
 
 
 def _lines(path: Path, problems: Problems) -> dict[str, str]:
-    """Reads a file of `demo_outputs`: answers by prompt. Lines without an answer are noted in `problems`."""
+    """Reads a file of answers in `demo_outputs`, and returns the answers by prompt.
+
+    For an unusable line, and an unreadable file, it adds a message to `problems`."""
     answers = {}
     try:
         with open_file(path) as file:
@@ -210,21 +229,27 @@ def _lines(path: Path, problems: Problems) -> dict[str, str]:
                     row = parse(line)
                     answers[_prompt(row)] = text(row["answer"])
                 except (ValueError, KeyError, TypeError, Unfit) as problem:
-                    problems.note(path, "", f"a line is not an answer ({type(problem).__name__}: {problem}); skipped")
+                    problems.note(
+                        path,
+                        "",
+                        f"a line has no prompt with an answer ({type(problem).__name__}: {problem}); skipped",
+                    )
     except OSError as problem:
         problems.note(path, "", f"cannot be read ({problem.strerror})")
     return answers
 
 
 def _prompt(line: Mapping[str, Any]) -> str:
-    """The text of a prompt; a conversation as lines of `role: content`."""
+    """Returns the prompt in a line of `demo_outputs` as text; a conversation as lines `role: content`."""
     if "messages" in line:
         return text("\n".join(f"{message['role']}: {message['content']}" for message in line["messages"]))
     return text(line["prompt"])
 
 
 def _message_text(value: Any) -> str:
-    """Returns a text unchanged; messages become one text, with a line `role: content` for each."""
+    """Returns a text unchanged, and a list of chat messages as one text with lines `role: content`.
+
+    Raises Unfit for anything else."""
     if not isinstance(value, list):
         return text(value)
     if not all(isinstance(message, dict) for message in value):
@@ -240,9 +265,9 @@ _SHAPE: run_files.Shape = {
 
 
 def read_rollouts(logs: Path, problems: Problems) -> list[GenerationRows]:
-    """Returns at most MAX_GENERATIONS generations of a run, evenly spaced, from the rollouts file in `logs`.
+    """Returns at most MAX_GENERATIONS generations of answers, evenly chosen, from rollouts.jsonl in `logs`.
 
-    Without the file it returns []. problems: notes unusable lines."""
+    [] without the file. problems: gets a message for each unusable line."""
     path = logs / ROLLOUTS_FILE
     lines = (row for _, row in read_lines(path, problems)) if path.is_file() else iter(())
     rows = (fields_of(row, _SHAPE, lambda name, reason: problems.note(path, name, reason)) for row in lines)

@@ -49,7 +49,7 @@ def test_waits_double_up_to_the_longest(ask: Ask, hub: LoopbackHub, waits: list[
 def test_the_hub_says_when(ask: Ask, hub: LoopbackHub, waits: list[float]) -> None:
     hub.fail("GET .*/refs", 429, retry_after="7")
     hub.fail("GET .*/refs", 429, retry_after=email.utils.formatdate(time.time() + 90, usegmt=True))
-    assert "in 7 s, as the Hub says (1 of 20)" in ask()[0]
+    assert "in 7 s, as the Hub says (retry 1 of 20)" in ask()[0]
     assert waits[0] == 7.0 and 0 < waits[1] <= 90, "not the 120 s of its own"
 
 

@@ -150,13 +150,13 @@ def test_each_job_is_submitted_separately(experiment: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--upload-delay", "1.5"], "--upload-delay 1.5: give whole seconds, or random"),
+    (["--upload-delay", "1.5"], "--upload-delay 1.5: give whole seconds"),
     (["--upload-delay", "soon"], "--upload-delay soon: give whole seconds"),
     (["--skip-neox-upload", "--upload-neox"], "--skip-neox-upload and --upload-neox exclude each other"),
     (["--skip-neox-upload", "--upload-neox-only"], "--skip-neox-upload and --upload-neox-only exclude each other"),
     (["--delay-between-jobs", "-1"], "--delay-between-jobs -1: give seconds"),
     (["--wandb-project", "p"], "--wandb_project: "),
-    (["--upload-neox-only", "--eval"], "makes no converted model, which --eval and --eval_tasks need"),
+    (["--upload-neox-only", "--eval"], "--upload-neox-only converts no model"),
     (["--max-retries", "-1"], "--max-retries -1"),
     (["--retry-min-wait", "9", "--retry-max-wait", "8"], "0 <= minimum <= maximum"),
     (["bad--org"], "contains '--' or '..'"),
@@ -190,14 +190,14 @@ def test_names_of_experiments(experiment: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("experiment", "problem"), [
-    ("x" * 93, "has 97 characters, the Hub allows 96"),
+    ("x" * 93, "has 97 characters, the Hub allows at most 96"),
     *((name, "contains '--' or '..'") for name in ("a=-b", "a..b")),
     *((name, "not at the start or end") for name in ("a.", "a-")),
     *((name, "the Hub allows a-z") for name in ("a:b", "ä")),
     ("a.git", "ends with '.git'"),
 ])  # fmt: skip
 def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
-    with pytest.raises(HubError, match="mapping file of NEOX_HUB_NAMES") as raised:
+    with pytest.raises(HubError, match="file of NEOX_HUB_NAMES") as raised:
         names.model_name(experiment, "sfm")
     assert problem in str(raised.value)
     with pytest.raises(ValueError):

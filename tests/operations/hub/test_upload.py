@@ -71,7 +71,7 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     hub.fail(r"POST .*neox-ckpt.*/commit/", "lost")
     assert publish_checkpoint(last, messages.append)
     assert sum("answered 429" in line for line in messages) == 2 and any(
-        "as the Hub says (2 of 20)" in li for li in messages
+        "as the Hub says (retry 2 of 20)" in li for li in messages
     )
     waited = hub.requests_matching("POST .*/commit/")
     assert waited[1].seconds - waited[0].seconds >= 0.2 and waited[2].seconds - waited[1].seconds >= 0.2
@@ -159,7 +159,7 @@ def test_a_converted_folder_is_taken_if_it_is_whole(last: Upload, save: Path, hu
                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     hf, folder = replace(last, formats="hf", patience=Patience(0, 0.0, 0.0)), save / "hub" / "global_step5"
     hub.fail("POST .*/commit/", 500)
-    with pytest.raises(HubError, match="the same command continues from here"):
+    with pytest.raises(HubError, match="run the same command again"):
         publish_checkpoint(hf, print)
     messages: list[str] = []
     (folder / "config.json").write_text("{}")  # as after a disk was full
@@ -175,7 +175,7 @@ def test_a_converted_folder_is_taken_if_it_is_whole(last: Upload, save: Path, hu
 @pytest.mark.parametrize(("create", "token", "message"), [
     (False, TOKEN, "the token may not do this .403."),
     (True, "hf_other", "rejects the token .401."),
-    (True, "", "no token: set HF_TOKEN"),
+    (True, "", "set HF_TOKEN"),
 ])  # fmt: skip
 def test_a_token_without_rights(last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch,
                                 create: bool, token: str, message: str) -> None:  # fmt: skip
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_the_run_removes(last: Upload, save: Path, hub: Loopba
         if "converting" in text:
             shutil.rmtree(save / "global_step5")
 
-    assert not publish_checkpoint(last, say) and "was removed while it was read" in messages[-1]
+    assert not publish_checkpoint(last, say) and "the run removed it during the upload" in messages[-1]
     assert journal(save, "global_step5")[-1]["event"] == "gone" and not hub.puts
 
 
@@ -210,7 +210,7 @@ def test_two_processes_never_work_on_one_checkpoint(save: Path, environment: dic
         held.add("sent")
         words = [COMMAND[0], "-c", code, str(save)]
         second_process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        assert "another process is publishing it" in second_process.stdout.readline()
+        assert "another process is publishing this checkpoint" in second_process.stdout.readline()
         time.sleep(0.3)
         assert second_process.poll() is None
     assert second_process.communicate(timeout=30)[0] == "got it\n"

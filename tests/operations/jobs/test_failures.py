@@ -82,10 +82,14 @@ def test_another_port_and_a_folder(tmp_path: Path) -> None:
     assert port.pairs == ("master_port=31211",) and "--set master_port=31211" in port.action
     job = replace(JOB, exit_code="0:53", log=tmp_path / "a" / "b" / "7.out")
     folder = remedy_of(job=job)
-    assert folder.helps and (tmp_path / "a" / "b").is_dir() and folder.action == f"made the folder {tmp_path}/a/b"
+    assert (
+        folder.helps
+        and (tmp_path / "a" / "b").is_dir()
+        and folder.action == f"created {tmp_path}/a/b, the folder of the log"
+    )
     assert not remedy_of(job=job).helps
     (tmp_path / "file").touch()
-    assert "cannot be made" in remedy_of(job=replace(job, log=tmp_path / "file" / "b" / "7.out")).action
+    assert "cannot be created" in remedy_of(job=replace(job, log=tmp_path / "file" / "b" / "7.out")).action
 
 
 class KnownJob(Slurm):

@@ -129,7 +129,7 @@ TROUBLE = ("Traceback (most recent call last):", "ValueError: a")
     ("RUNNING", replace(LOG, phase="saving"), {}, "saving", ""),
     ("RUNNING", replace(LOG, written=NOW - 600), RUNS, "training", ""),
     ("RUNNING", replace(LOG, written=NOW - 601), RUNS, "STALE", ""),
-    ("RUNNING", None, {}, "STALE", "there is no log /nowhere/7.out"),
+    ("RUNNING", None, {}, "STALE", "its log /nowhere/7.out does not exist"),
     ("SUSPENDED", replace(LOG, written=NOW - 601), RUNS, "STALE", "suspended"),
     ("RUNNING", replace(LOG, error_lines=TROUBLE, written=NOW - 601), RUNS, "CRASHED", "and still running"),
     ("COMPLETING", replace(LOG, phase="ended"), {"status": "finished"}, "FINISHED", "about to end"),
@@ -139,9 +139,9 @@ TROUBLE = ("Traceback (most recent call last):", "ValueError: a")
     ("COMPLETED", LOG, {"status": "stopped", "reason": "SIGUSR1"}, "STOPPED", "SIGUSR1"),
     ("CANCELLED", LOG, {}, "CANCELLED", ""),
     ("PREEMPTED", LOG, {}, "STOPPED", "preempted"),
-    ("FAILED", LOG, {}, "CRASHED", "Slurm: FAILED, exit code 1:0; there is no log /nowhere/7.out"),
-    ("NODE_FAIL", LOG, {}, "CRASHED", "Slurm: NODE_FAIL; there is no log /nowhere/7.out"),
-    ("TIMEOUT", LOG, {}, "CRASHED", "Slurm: TIMEOUT; there is no log /nowhere/7.out"),
+    ("FAILED", LOG, {}, "CRASHED", "Slurm: FAILED, exit code 1:0; its log /nowhere/7.out does not exist"),
+    ("NODE_FAIL", LOG, {}, "CRASHED", "Slurm: NODE_FAIL; its log /nowhere/7.out does not exist"),
+    ("TIMEOUT", LOG, {}, "CRASHED", "Slurm: TIMEOUT; its log /nowhere/7.out does not exist"),
 ])  # fmt: skip
 def test_verdicts(state: str, log: LogFacts | None, status: dict[str, Any], kind: str, detail: str) -> None:
     verdict = judge(replace(JOB, state=state, reason="Resources", exit_code="1:0"), log, status, NOW)

@@ -184,7 +184,7 @@ def test_a_client_of_slurm_without_a_cluster(tmp_path: Path) -> None:
         rows_by_id(slurm, tmp_path)
     write_run(tmp_path, tmp_path / "log", None, host=socket.gethostname())
     assert len(rows_by_id(slurm, tmp_path)) == 1 == len(rows_by_id(slurm, tmp_path))
-    assert len([line for line in messages if "only runs that no scheduler started are shown" in line]) == 1, messages
+    assert len([line for line in messages if "showing only local runs" in line]) == 1, messages
 
 
 def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:

@@ -98,14 +98,14 @@ def test_a_retry_that_helps(tmp_path: Path, retries: int, starts: int) -> None:
 def test_what_is_not_safe_is_not_tried_again(tmp_path: Path, line: str) -> None:
     starter = ScriptedStarter(tmp_path, [f"{line}\nerror: failed\n"])
     assert Fate(starter, tmp_path).code == 4 and len(starter.attempts) == 1
-    assert "nothing: a retry cannot repair this failure" in (tmp_path / "1.report.txt").read_text()
+    assert "nothing: submitting again cannot repair this failure" in (tmp_path / "1.report.txt").read_text()
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_run(tmp_path: Path) -> None:
     starter = ScriptedStarter(tmp_path, [GOOD], interrupt=True)
     fate = Fate(starter, tmp_path, watch=100)
     assert fate.code == 130 and not starter.cancelled and not fate.out
-    assert fate.err[-1] == f"1 continues, no longer watched; log {tmp_path}/1.out"
+    assert fate.err[-1] == f"1 continues, but is no longer watched; its log: {tmp_path}/1.out"
 
 
 def test_what_looks_like_a_crash_may_be_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_what_looks_like_a_crash_may_be_a_warning(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(submission, "_PATIENCE_S", 0.05)
     starter = ScriptedStarter(tmp_path, ["ExceptionGroup is deprecated\n"])
     assert Fate(starter, tmp_path).code == 4 and not starter.cancelled
-    assert "it is still running; this ends it: python tools/jobs.py cancel 1" in (tmp_path / "1.report.txt").read_text()
+    assert "it is still running; to end it: python tools/jobs.py cancel 1" in (tmp_path / "1.report.txt").read_text()
 
 
 def test_bad_requests_start_nothing(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_bad_requests_start_nothing(tmp_path: Path) -> None:
     config.write_text("optimizer: {type: Adam, params: {lr: 0.001}}\n")
     with pytest.raises(LaunchError, match="has no Slurm .* add --local"):
         submit_request(pairs=pairs)
-    with pytest.raises(LaunchError, match="--local runs on this machine alone"):
+    with pytest.raises(LaunchError, match="--local starts the run on this machine alone"):
         submit_request(pairs=pairs, local=True, nodes=2)
 
 

@@ -100,7 +100,7 @@ def test_a_page_of_many_layers_and_experts_is_light(tmp_path: Path) -> None:
             file.write(json.dumps({"iteration": 10 * step, "layers": layers, "load": load.tolist()}) + "\n")
     page = write_report([save])
     assert page.stat().st_size < 5e6
-    assert "101 of 150 logged steps, at equal distances; 256 experts" in page.read_text()
+    assert "101 of 150 logged steps, evenly spaced; 256 experts" in page.read_text()
     assert page.read_text().count("<option") == len(layers)
     (figure,) = maps(page)
     assert len(figure.renderers) == len(layers) and figure.renderers[0].data_source.data["image"][0].shape == (256, 101)

@@ -125,10 +125,10 @@ def test_whatever_a_run_has_left_makes_a_page(tmp_path: Path) -> None:
     assert titles(page) == ["Loss"]
     assert points(figures(page)[0])[0]["x"].tolist() == [1, 2, 6, 7, 8, 9]
     assert "3 NaN or infinite values are not drawn" in page.read_text()
-    assert "Without a single finite value: train/grad_norm" in page.read_text()
+    assert "Not plotted, because no value is finite: train/grad_norm" in page.read_text()
     assert page == bad / "logs" / "report.html", "no status.json says where it saves"
     compared = write_report([empty, single_row, bad], tmp_path / "all.html")
-    assert "they cannot be compared" in compared.read_text() and len(figures(compared)) == 3
+    assert "Configurations cannot be compared" in compared.read_text() and len(figures(compared)) == 3
 
 
 def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
     (run,) = read_runs([save])
     assert [(event.iteration, event.kind, event.text) for event in events_of(run)] == [
         (0, "start", "first start"),
-        (20, "skipped", "2 steps were skipped: not finite"),
-        (40, "restart", "started again, goes on after its row of iteration 40"),
+        (20, "skipped", "2 steps were skipped: loss or gradients not finite"),
+        (40, "restart", "started again, continues after the logged iteration 40"),
         (50, "save", "global_step50, validation loss 2.5000"),
-        (60, "restart", "restart 1 of deepy.py, goes on after its row of iteration 60"),
+        (60, "restart", "restart 1 of deepy.py, continues after the logged iteration 60"),
         (70, "spike", "a step was skipped: loss far above the recent ones (skip_step_above_sigma)"),
-        (80, "spike", "loss 9, 2.1 on average before"),
+        (80, "spike", "loss 9; mean of the recent losses 2.1"),
         (90, "save", "global_step90"),
         (100, "stop", "stopped: signal SIGTERM"),
     ]
@@ -173,7 +173,7 @@ def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
 def test_what_cannot_be_reported_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write_run(tmp_path / "a", rows_of(2))
     for paths, message in (
-        ([tmp_path], "holds no run"), ([save, save / "logs"], "named twice"), ([tmp_path / "b"], "no such folder"),
+        ([tmp_path], "holds no run"), ([save, save / "logs"], "given twice"), ([tmp_path / "b"], "no such folder"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             write_report(paths)

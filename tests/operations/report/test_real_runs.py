@@ -72,8 +72,8 @@ def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     assert validation["x"].tolist() == [0, 5]
     events = [(row[0], row[1], row[2]) for row in table(page, "events")]
     assert ("0", "start", "first start") in events
-    assert ("3", "skipped", "a step was skipped: not finite") in events
-    assert ("5", "restart", "restart 1 of deepy.py, goes on after its row of iteration 5") in events
+    assert ("3", "skipped", "a step was skipped: loss or gradients not finite") in events
+    assert ("5", "restart", "restart 1 of deepy.py, continues after the logged iteration 5") in events
     assert any(event[:2] == ("5", "save") and event[2].startswith("global_step5, validation loss") for event in events)
     assert any(event[1] == "stop" and event[2] == "failed: RuntimeError: no more <of> this" for event in events)
     text = page.read_text()
@@ -92,7 +92,7 @@ def test_a_resumed_run_rewrites_it_at_its_end(failed: Path) -> None:
     assert ("12", "stop", "finished") in events and ("10", "save") in [event[:2] for event in events]
     # The restart in between is gone with its rows: it had gone on from the same save.
     starts = [event for event in events if event[1] == "restart"]
-    assert starts == [("5", "restart", "started again, goes on after its row of iteration 5")]
+    assert starts == [("5", "restart", "started again, continues after the logged iteration 5")]
     assert "(not asked)" not in page.read_text(), "answered before and after"
     assert "could not be used" not in page.read_text()
 
