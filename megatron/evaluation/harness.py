@@ -41,7 +41,7 @@ def load_tasks_on_rank0(
     All ranks call this function together, and wait for rank 0 without a time limit. Raises ConfigError on all
     ranks, for example for unknown tasks.
 
-    on_beat: called on every rank for each message that rank 0 sends, at least every few seconds.
+    on_beat: called on every rank for each message of rank 0, which sends one every few seconds when idle.
     """
 
     def work(call: RunOperation) -> LoadedTasks:
@@ -74,7 +74,7 @@ def evaluate(
     loaded_tasks: the result of `load_tasks_on_rank0`.
     identity: a hash of the weights, by which `eval_cache` finds earlier answers; None: no cache.
     bootstrap: number of bootstrap resamples for standard errors; 0: no standard errors are computed.
-    on_beat: called on every rank for each message that rank 0 sends, at least every few seconds.
+    on_beat: called on every rank for each message of rank 0, which sends one every few seconds when idle.
     """
 
     def work(call: RunOperation) -> EvaluationResults:

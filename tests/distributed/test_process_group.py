@@ -70,6 +70,6 @@ def test_a_task_that_sees_one_gpu_takes_it(monkeypatch, chosen, visible, local_r
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, chosen):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="rank 3 .* 3 of 4 .* sees 2"):
+    with pytest.raises(ConfigError, match="rank 3 .* 3 of 4 .* 2 GPUs"):
         enter(3)
     assert not chosen

@@ -1,6 +1,6 @@
 """Parses the bodies of requests: the supported fields of OpenAI's API, and a few of vLLM's.
 
-A field that is not supported but would change the answer is an error. Other unsupported fields are ignored.
+An unsupported field is an error, except a few known fields that do not change the answer, which are ignored.
 """
 
 from __future__ import annotations

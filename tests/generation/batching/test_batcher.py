@@ -204,7 +204,7 @@ def test_beginnings_are_run_once() -> None:
     (Request([3, 64]), "do not exist.* 0 to 63"),
     (Request([-1]), "do not exist"),
     (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
-    (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
+    (Request([3] * 60, maximum_tokens=40), "KV cache .* 80 tokens"),
     (Request([3], maximum_tokens=0), "maximum_tokens is 0"),
     (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
     (Request([3], stop=("a",), text=False), "text=True"),

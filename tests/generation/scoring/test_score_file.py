@@ -152,9 +152,9 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     ("[1]\n", "in.jsonl:1: expected"),
     ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
     ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty"),
-    ("hello\n", "in.jsonl:1: not JSON"),
+    ("hello\n", "in.jsonl:1: is not valid JSON"),
     ("\n\n", "in.jsonl: holds no texts"),
-    (None, "in.jsonl: No such file"),
+    (None, "No such file"),
 ])  # fmt: skip
 def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Path) -> None:
     if content is not None:

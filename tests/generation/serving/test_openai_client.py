@@ -244,7 +244,7 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": "a"}, 400, "model", "model: is required"),
     ("completions", {}, 400, "prompt", "prompt: is required"),
     ("completions", {"model": "gpt-4", "prompt": "a"}, 404, "model", "there is no model 'gpt-4' here"),
-    ("completions", {"prompt": 3}, 400, "prompt", "prompt: expected a text, a list of token ids"),
+    ("completions", {"prompt": 3}, 400, "prompt", "prompt: expected a text"),
     ("completions", {"prompt": [1, 99999]}, 400, "prompt", "prompt: 99999 is not a token id; token ids are 0 to"),
     ("completions", {"prompt": [[]]}, 400, "prompt", "prompt: "),
     ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "greater than or equal to 0"),
@@ -257,7 +257,7 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": "a", "logit_bias": {"380": 1}}, 400, "logit_bias", "380 is not a token id"),
     ("completions", {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, 400, "min_tokens", "5 is more than the 4"),
     ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of", "best_of: not supported"),
-    ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "temprature: this server does not"),
+    ("completions", {"prompt": "a", "temprature": 0}, 400, "temprature", "temprature: not supported"),
     ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "is allowed only with echo: true"),
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
     ("completions", {"prompt": "a " * 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
@@ -271,7 +271,7 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs", "logprobs: true"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
      "message 0: part 0 of its content is of type image_url"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "a", "audio": 1}]}, 400, "messages", "0: audio"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "audio": 1}]}, 400, "messages", "audio"),
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, "messages",
      "message 0 (assistant) is not in what the chat template writes"),
 ]  # fmt: skip
@@ -358,7 +358,7 @@ def test_a_flood_is_turned_away(server: Server) -> None:
 
 def test_other_bodies_paths_methods_and_names(server: Server) -> None:
     status, reply, _ = server.post("/v1/completions", {"model": NAME, "prompt": "x" * 100_000})
-    assert (status, reply["error"]["message"]) == (413, "the body is longer than 65536 bytes (serve_max_body_bytes)")
+    assert status == 413 and "65536 bytes (serve_max_body_bytes)" in reply["error"]["message"]
     assert server.post("/v1/embeddings", {})[0] == 404
     status, reply, headers = server.post("/v1/completions", None)
     assert status == 405 and headers["allow"] == "POST" and reply["error"]["type"] == "invalid_request_error"
