@@ -99,7 +99,7 @@ def test_each_name_starts_what_is_typed_in_a_clone(words, line):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("verify", "verify .*ckpts/verify .*datasets/verify"),
+    ("verify", "verify: .*ckpts/verify .*datasets/verify"),
     ("trian", "trian: no such command.* train.*neox --help"),
     ("preproces-data", "preproces-data: no such command.* preprocess_data"),
     ("config_reference", "no such command"),

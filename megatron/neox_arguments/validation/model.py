@@ -187,7 +187,9 @@ def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.attention_sinks and args.attention_dropout > 0.0:
         problems.add("attention_sinks", f"needs attention_dropout 0, not {args.cite('attention_dropout')}")
     if args.attention_sinks and args.te_mha:
-        problems.add("attention_sinks", f"te_mha ({args.origin('te_mha')}) does not support sinks; remove one of them")
+        problems.add(
+            "attention_sinks", f"Transformer-Engine (te_mha: {args.origin('te_mha')}) has no sinks; remove one of them"
+        )
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
         place = args.cite("use_bias_in_attn_linear")
         problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases already; set that to false")

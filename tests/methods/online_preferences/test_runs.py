@@ -187,7 +187,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(task: dict[str, Any]) -> None:
     ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
     ({"rl_epsilon": 0.1}, "rl_epsilon: .*reinforce .*dpo"),
     ({"kl_div_beta": 0.0}, "kl_div_beta: .*reinforce .*dpo"),
-    ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
+    ({"dataset_impl": "pairwise"}, "rollout: .*online.* pairwise"),
     ({"dpo_reference": "cache"}, "dpo_reference: cache "),
     ({"prefix_sharing": False}, "prefix_sharing: "),
     ({"train_impl": "kto"}, "dataset_impl: online .*reinforce or dpo, not kto"),
