@@ -1,7 +1,6 @@
-"""Finds steps that must not change weights: those with NaN or Inf, or a loss far above recent ones.
+"""Finds steps that must not change weights: steps with NaN or Inf, or with a loss far above recent ones.
 
-NaN and Inf are found on the rank and in the parameter where they arise, at the price of two small kernels for
-each gradient.
+It reports the rank and the parameter where NaN or Inf arises. That costs two small kernels per gradient.
 """
 
 import math
@@ -19,12 +18,12 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import UserError
 
-# As upstream: a dynamic loss scale that never finds a step it can take is a broken run.
+# As in GPT-NeoX: a run whose dynamic loss scale overflows so often cannot recover.
 FP16_OVERFLOWS_IN_A_ROW = 50
 
 
 class NonFiniteError(UserError, RuntimeError):
-    """A step gave NaN or Inf; no rank's weights were changed by it."""
+    """Raised after a step that gave NaN or Inf. No rank's weights were changed by that step."""
 
 
 def most_skips(args: NeoXArgs) -> int:
@@ -35,11 +34,10 @@ def most_skips(args: NeoXArgs) -> int:
 
 
 class GradientWatch:
-    """Records, without waiting for the device, which parameters got a non-finite gradient on this rank in
-    this step.
+    """Records on the device which parameters of this rank got a gradient with NaN or Inf in a step.
 
-    limit: `most_skips`. After more skipped steps in a row every further verdict is NaN, so that nothing is
-    updated until the loop ends the run.
+    names: of the parameters. limit: from `most_skips`. After more skipped steps in a row every further
+    verdict is NaN, so that no weight changes until the loop ends the run.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, limit: int) -> None:
@@ -51,10 +49,9 @@ class GradientWatch:
         self._loss = torch.zeros((), device=device)
 
     def watch(self, params: Sequence[nn.Parameter]) -> None:
-        """Check each gradient of these parameters, given in the order of the names, when backward has made
-        it.
+        """Check each gradient when the backward pass has computed it. params: in the order of the names.
 
-        An engine that reads all gradients anyway calls `mark` instead.
+        An engine that computes the norms of all gradients anyway calls `mark` instead.
         """
         for row, param in zip(self._marks.unbind(), params, strict=True):
             param.register_post_accumulate_grad_hook(partial(_note_gradient, row))
@@ -62,8 +59,8 @@ class GradientWatch:
     def mark(self, norms: Tensor, summed: bool) -> None:
         """Mark the parameters whose gradient is not finite.
 
-        norms: of all gradients, in the order of the names. summed: the gradients were summed over data ranks,
-        so the rank that NaN comes from is not known.
+        norms: of all gradients, in the order of the names. summed: whether gradients were already summed over
+        data ranks; then the rank from which NaN comes is unknown.
         """
         torch.mul(norms, 0, out=self._marks)
         self._sum_note = " in the sum over data ranks" if summed else ""
@@ -71,23 +68,24 @@ class GradientWatch:
     def note_loss(self, loss: Tensor) -> Tensor:
         """Records whether the loss is finite; returns 1 if it is, else NaN.
 
-        Multiply the loss by it: a non-finite loss then makes gradients NaN, which every engine's check sees.
+        Multiply the loss by the result: then a non-finite loss makes gradients NaN, which every engine
+        notices.
         """
         mark = loss.detach().float() * 0
         self._loss += mark
         return mark + 1
 
     def begin(self, weight: Tensor) -> None:
-        """Begin a step. weight `[parts]`: of the full step; if all are 0, no token is trained and the step is
-        skipped."""
+        """Begin a step. weight `[parts]`: weights of the step's loss over all ranks. If all are 0, no token
+        is trained, and the step is skipped."""
         self._marks.zero_()
         self._loss.copy_(torch.where(weight.any(), 0.0, math.nan))
 
     def judge(self) -> None:
-        """Set `verdict` from the marks of all ranks, before the update; all ranks call it together.
+        """Set `verdict` to 0 or NaN from the marks of all ranks. All ranks call it before the update.
 
-        Engines add it to their gradient norm: a norm alone can miss NaN on one rank in a parameter that other
-        ranks hold copies of.
+        Engines add the verdict to their gradient norm. The norm alone could miss a NaN: if ranks hold copies
+        of a parameter, it counts one copy only.
         """
         mark_sum = self.local_mark
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -96,18 +94,18 @@ class GradientWatch:
 
     @property
     def local_mark(self) -> Tensor:
-        """0, or NaN where this rank has seen NaN or Inf in this step."""
+        """A scalar: NaN if this rank has seen NaN or Inf in this step, else 0."""
         return self._marks.sum() + self._loss
 
     def decide(self, mark_sum: Tensor) -> None:
-        """Set `verdict` from the sum of all ranks' `local_mark`."""
+        """Set `verdict` to 0 or NaN from `mark_sum`, the sum of `local_mark` over all ranks."""
         self.verdict.copy_(mark_sum + torch.where(self._skips > self._limit, math.nan, 0.0))
 
     def end(self, skipped: Tensor | bool, untrained: Tensor | bool) -> Callable[[], str | None]:
         """Count the step as skipped or not.
 
-        Returns a function that describes the non-finite loss or gradient that this rank saw, or returns None.
-        Calling it waits for the device.
+        Returns a function that describes the non-finite loss or gradient which this rank has seen, or returns
+        None if there was none. A call of that function waits for the device.
         """
         device, skips = self._skips.device, self._skips
         num_skips = (skips + 1) * on_device(skipped, device)
@@ -124,13 +122,13 @@ class GradientWatch:
 
 
 def _note_gradient(row: Tensor, param: Tensor) -> None:
-    # 0 * sum: nothing while the sum is finite, NaN as soon as one element is not.
+    # Adds 0 * sum: 0 if all elements are finite, else NaN.
     assert param.grad is not None
     row.add_(param.grad.sum(dtype=torch.float32), alpha=0)
 
 
 def on_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """Returns a scalar as fp32 on the device, without a wait for the device."""
+    """Returns a scalar tensor, fp32 on the device, without waiting for the device."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32, non_blocking=True)
     return torch.full((), float(value), device=device)
@@ -139,8 +137,8 @@ def on_device(value: Tensor | float, device: torch.device) -> Tensor:
 class SpikeGuard:
     """Skips the update of a step whose loss lies more than `sigma` standard deviations above recent losses.
 
-    It compares with the last 128 steps, once 32 are known (OLMo-core's SkipStepOptimizer). Skipped losses do
-    not enter the comparison.
+    It compares with up to 128 recent losses, once it has 32, as OLMo-core's SkipStepOptimizer does. Losses of
+    skipped steps are not among them.
     """
 
     WINDOW, MIN_LOSSES = 128, 32
@@ -155,11 +153,11 @@ class SpikeGuard:
         return list(self._losses)
 
     def restore(self, losses: Sequence[float]) -> None:
-        """Restore the losses of `state`."""
+        """Restore recent losses that `state` had returned."""
         self._losses.extend(losses)
 
     def decide(self, loss: float) -> None:
-        """Set `skips` for the step with this loss."""
+        """Set `skips`: whether the step with this loss is to be skipped."""
         limit = math.inf
         if len(self._losses) >= self.MIN_LOSSES:
             limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)
@@ -169,8 +167,11 @@ class SpikeGuard:
 
 
 def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:
-    """Returns one line that names the step and each rank's finding, the rarest finding first; all ranks call
-    it together."""
+    """Returns one line that names the step and the ranks' findings, the rarest first. All ranks call it
+    together.
+
+    finding: describes the NaN or Inf that this rank has seen; None: it saw none.
+    """
     findings = [(rank, text) for rank, text in enumerate(run_on_all_ranks(groups, finding)) if text]
     num_ranks = Counter(text for _, text in findings)
     findings.sort(key=lambda rank_and_text: num_ranks[rank_and_text[1]])

@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers, the gradient norm, and skipped updates."""
+"""Builds parameter groups and optimizers, computes and clips gradient norms, and skips updates."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 
 
 def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
-    """Returns the `weight_decay_groups` of a stage's trained parameters, in registration order."""
+    """Returns the `weight_decay_groups` of a stage's trained parameters, which stay in registration order."""
     items = parameters_with_specs(stage, args)
     return weight_decay_groups([(param, spec) for _, _, param, spec in items if param.requires_grad], args)
 
 
 def weight_decay_groups(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: NeoXArgs) -> list[dict[str, Any]]:
-    """Returns NeoX's two parameter groups: with weight decay, and without it for norms and biases.
+    """Returns two parameter groups, as GPT-NeoX: with weight decay, and without it for norms and biases.
 
-    Groups may be empty.
+    A group may be empty.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []
@@ -34,11 +34,11 @@ def weight_decay_groups(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: 
 
 
 def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
-    """Returns AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion over the `parameter_groups` that
-    have parameters.
+    """Returns AdamW (also for `Adam`, as in GPT-NeoX), SGD or Lion over the parameter groups that are not
+    empty.
 
-    Raises ConfigError when `use_bnb_optimizer` finds no bitsandbytes, or is set with an optimizer other than
-    Adam and AdamW.
+    Raises ConfigError if `use_bnb_optimizer` is set but bitsandbytes is not installed, or the optimizer is
+    neither Adam nor AdamW.
     """
     groups, params = [group for group in groups if group["params"]], args.optimizer["params"]
     if args.use_bnb_optimizer:
@@ -52,7 +52,9 @@ def build_optimizer(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim
 
 def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
     if args.optimizer_name not in ("adam", "adamw"):
-        raise args.error("use_bnb_optimizer", f"is for Adam and AdamW, not {args.optimizer['type']}")
+        raise args.error(
+            "use_bnb_optimizer", f"works with Adam and AdamW only, not with {args.optimizer['type']}; remove it"
+        )
     try:
         import bitsandbytes
     except ImportError as problem:
@@ -63,11 +65,10 @@ def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Opti
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2): updates by the sign of an interpolated momentum, with decoupled
-    weight decay.
+    """The Lion optimizer (arXiv 2302.06675, algorithm 2), with decoupled weight decay.
 
-    `grad_scale` divides gradients and `found_inf` leaves all values unchanged, as in torch's fused
-    optimizers.
+    It updates weights by the sign of an interpolation of momentum and gradient. As in torch's fused
+    optimizers, `grad_scale` divides gradients, and `found_inf` leaves weights and state unchanged.
     """
 
     _step_supports_amp_scaling = True
@@ -77,7 +78,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if not params:
@@ -98,8 +99,10 @@ class Lion(torch.optim.Optimizer):
 def scaled_gradients(
     optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], momenta: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Returns the gradients divided by `grad_scale`, or the momenta where `found_inf` is 1, so that momenta
-    do not change."""
+    """Returns the gradients divided by the optimizer's `grad_scale`.
+
+    If its `found_inf` is 1, it returns the momenta instead, so that interpolating with them changes nothing.
+    """
     scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     scaled = list(grads) if scale is None else list(torch._foreach_div(list(grads), scale))
     if skip is None:
@@ -108,13 +111,13 @@ def scaled_gradients(
 
 
 def update_factor(optimizer: torch.optim.Optimizer) -> Tensor | float:
-    """Returns the factor of a step's learning rate: 0 where `found_inf` is 1, else 1."""
+    """Returns the factor of a step's learning rate: 0 if the optimizer's `found_inf` is 1, else 1."""
     skip = getattr(optimizer, "found_inf", None)
     return 1.0 if skip is None else 1.0 - skip
 
 
 def state_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
-    """Returns the tensors that an optimizer keeps of its parameters in its `state`, such as moments."""
+    """Returns all tensors in the `state` of an optimizer, such as moments."""
     return [value for param_state in state.values() for value in param_state.values() if isinstance(value, Tensor)]
 
 
@@ -128,10 +131,11 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 def gradient_norm(
     sharded: Iterable[nn.Parameter], replicated: Iterable[nn.Parameter], groups: ParallelGroups
 ) -> Tensor:
-    """Returns the 2-norm of the full gradient of one pipeline stage: fp32 scalar, the same on every rank.
+    """Returns the 2-norm of the full gradient of one pipeline stage: an fp32 scalar, equal on every tensor
+    rank.
 
-    sharded: parameters of which this tensor rank has a part, summed over the ranks; replicated: parameters
-    that each rank has, counted once.
+    sharded: parameters of which each tensor rank holds a part; their squares are summed over tensor ranks.
+    replicated: parameters that every tensor rank holds in full; they count once.
     """
     squares = torch.zeros(2, device=groups.device)
     for square, params in zip(squares, (sharded, replicated), strict=True):
@@ -144,7 +148,8 @@ def gradient_norm(
 
 @torch.no_grad()
 def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm is at most `max_norm`; no host sync."""
+    """Scale gradients in place so that their norm is at most `max_norm`. norm: their norm now. No host
+    sync."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for param in params:
         if param.grad is not None:
@@ -152,10 +157,10 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float
 
 
 def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], skip: Tensor) -> None:
-    """Make the optimizer's next update change nothing if `skip` is set.
+    """Make the optimizer's next update change nothing if `skip` is true.
 
-    If the optimizer cannot read such a flag on the device (unfused SGD, 8-bit Adam), the host waits for it
-    and drops the gradients.
+    If the optimizer cannot read `found_inf` on the device (unfused SGD, 8-bit Adam), the host waits for
+    `skip` and drops the gradients of `params`.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]

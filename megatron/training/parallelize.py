@@ -23,11 +23,11 @@ from megatron.training.precision_trial import settle_precision
 from megatron.training.recompute import recompute_blocks
 from megatron.training.transformer_engine import use_transformer_engine_norms
 
-MIN_CAPABILITY = (8, 0)  # for `async_tensor_parallel`: which torch's own tests of these kernels ask for
+MIN_CAPABILITY = (8, 0)  # for `async_tensor_parallel`: torch's own tests of its kernels require this capability
 
 
 def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
-    """Returns the order of forwards and backwards over pipeline stages; none where there is one stage."""
+    """Returns the order of forward and backward passes over pipeline stages: "none" if there is one stage."""
     return "1F1B" if groups.size("pipe") > 1 else "none"
 
 
@@ -39,14 +39,15 @@ def parallelize(
     engine: type[Engine],
     log: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """Prepare a stage for training and return the engine built around it, which gives it memory.
+    """Prepare a stage for training, and return the engine built around it, which allocates its weights.
 
-    The stage was sharded over tensor and pipeline ranks when it was built. The steps, in order: freeze,
-    quantise the weights below adapters, use FP8, overlap tensor-parallel communication, recompute, compile,
-    and use a package's norms. With `precision_fp8: auto` a trial decides on FP8; the engine's `args` have its
-    choice. log: takes one line for each choice.
+    The stage is already sharded over tensor and pipeline ranks. In this order: freeze parameters, quantize
+    the base weights of adapters, choose and use FP8, overlap tensor-parallel communication, recompute,
+    compile, and use another package's norms. The engine's `args` hold the choice that a trial makes for
+    `precision_fp8: auto`.
+    log: takes one line for each choice.
 
-    Raises ConfigError if blocks are to be compiled and there is no compiler, or if the device lacks FP8 or
+    Raises ConfigError if blocks are to be compiled but there is no compiler, or if the device lacks FP8 or
     asynchronous tensor parallelism that a key requires.
     """
     freeze(stage_parameters(stage), args)
@@ -59,19 +60,19 @@ def parallelize(
     compile_blocks(stage, args)
     use_transformer_engine_norms(stage, args, precision.recipe, log)
     use_apex_norms(stage, args, engine.name, log)
-    # Memory and precision, sharding over data ranks, and 1F1B around the stage, are the engine's.
+    # The engine itself handles memory, precision, sharding over data ranks, and 1F1B.
     return engine(args, groups, stage, objective, choose_schedule(groups))
 
 
 def use_async_tensor_parallel(
     stage: Stage, args: ModelArgs, groups: ParallelGroups, log: Callable[[str], None]
 ) -> None:
-    """Make a stage's linears overlap sequence parallelism's communication with products if
-    `async_tensor_parallel` is on. Both run in pieces, one piece communicating while another is multiplied, by
-    torch's symmetric memory.
+    """If `async_tensor_parallel` is on, make linears overlap sequence-parallel communication with their
+    products.
 
-    The choice of `auto` is logged, and is the same on all tensor ranks. Raises ConfigError if the key is true
-    and a requirement is missing.
+    Both are split into pieces: one piece is sent by torch's symmetric memory while another is multiplied. The
+    choice of `auto` is logged, and equal on all tensor ranks.
+    Raises ConfigError if the key is true and a requirement is not met.
     """
     setting, group = args.async_tensor_parallel, groups.group("tensor")
     if setting is False:
@@ -100,16 +101,16 @@ def missing_requirement(sequence_parallel: bool, groups: ParallelGroups) -> str 
         return "sequence_parallel: true and model_parallel_size above 1, or nothing is gathered and scattered"
     device, size = groups.device, groups.size("tensor")
     if device.type != "cuda":
-        return f"GPUs, this runs on {device.type}"
+        return f"GPUs, but this runs on {device.type}"
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
-        return f"compute capability 8.0, {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))  # of torchrun and of our launcher
+        return f"compute capability 8.0, but {torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))  # set by torchrun and by our launcher
     if ranks_here % size:
-        return f"the {size} tensor ranks on one machine, which has {ranks_here} ranks"
+        return f"all {size} tensor ranks on one machine, but this one has {ranks_here} ranks"
     first_device = (device.index or 0) // size * size
-    if first_device + size <= torch.cuda.device_count():  # else a launcher shows each rank its own alone
+    if first_device + size <= torch.cuda.device_count():  # else each rank sees only its own GPU
         for reader, peer in permutations(range(first_device, first_device + size), 2):
             if not torch.cuda.can_device_access_peer(reader, peer):
-                return f"GPUs that read each other's memory (NVLink), cuda:{reader} does not reach cuda:{peer}"
+                return f"GPUs that read each other's memory (NVLink), but cuda:{reader} cannot read cuda:{peer}'s"
     return None

@@ -1,6 +1,6 @@
 """Times a model's linears in bf16 and in FP8 before the first step, for `precision_fp8: auto`.
 
-The table of GPUs chooses the FP8 recipe; the run uses it if it is faster than bf16.
+`precision_policy.py` chooses the FP8 recipe by the GPU. The run uses it if it is faster than bf16.
 """
 
 from collections import Counter
@@ -20,15 +20,15 @@ from megatron.training.fp8 import fitting_linears, multiple_of, product_maker, w
 from megatron.training.precision_policy import PrecisionChoice, Recipe
 from megatron.training.transformer_engine import choose_te_backend
 
-_SECONDS, _TURNS = 2.0, 2  # of the whole trial, without the compiler's time
-_MOST_TOKENS = 16_384  # more change no ratio, but would need memory
+_SECONDS, _TURNS = 2.0, 2  # seconds of the whole trial without compiling; how often each work is timed
+_MOST_TOKENS = 16_384  # more tokens would need memory and not change the ratio
 
 Clock = Callable[[Callable[[], object], float], float]
-"""(work, seconds to spend) to the seconds of one call of it."""
+"""Takes work (a function) and the seconds to spend on timing it; returns the seconds of one call."""
 
 
 def gpu_clock(work: Callable[[], object], budget: float) -> float:
-    """Returns the mean seconds of one call of `work` on the current GPU (a `Clock`).
+    """Returns the mean seconds of one call of `work` on the current GPU. budget: seconds to spend on timing.
 
     Three calls before the timed ones compile and warm up.
     """
@@ -56,10 +56,10 @@ def settle_precision(
 ) -> NeoXArgs:
     """Returns the configuration with `precision_fp8: auto` replaced by the faster precision.
 
-    The choice is logged with the times of the trial. For other values nothing is timed or changed. choice:
-    from `choose_precision`, the recipe to try.
-    All ranks choose alike. FP8 is off if some rank's GPU has no recipe to try. Otherwise the slowest rank's
-    time in each precision decides, because other ranks wait for it.
+    The choice is logged with the measured times. Other values of the key are left as they are, and nothing is
+    timed. choice: from `choose_precision`, with the recipe to try.
+    All ranks choose alike. FP8 is off if some rank's GPU has no recipe to try. Otherwise the time of the
+    slowest rank in each precision decides, because other ranks wait for it.
     """
     if args.precision_fp8 != "auto":
         return args
@@ -72,7 +72,7 @@ def settle_precision(
     ranks = run_on_all_ranks(groups, lambda: try_linears(stage, args, groups, recipe, clock))
     bf16, fp8 = (max(seconds) for seconds in zip(*ranks, strict=True))
     if bf16 == 0.0:
-        log(f"precision_fp8: auto chose off: no linear has features that are multiples of {multiple_of(recipe)}")
+        log(f"precision_fp8: auto chose off: no linear's sizes are multiples of {multiple_of(recipe)}")
         return args.settle("precision_fp8", "off")
     timings = f"the linears of a micro-batch take {1000 * fp8:.2f} ms in {recipe}, {1000 * bf16:.2f} ms in bf16"
     if fp8 >= bf16:
@@ -85,13 +85,12 @@ def settle_precision(
 def try_linears(
     stage: Stage, args: NeoXArgs, groups: ParallelGroups, recipe: Recipe, clock: Clock = gpu_clock
 ) -> list[float]:
-    """Returns the seconds of a micro-batch in the linears that FP8 can take: in bf16 and in FP8.
+    """Returns [seconds in bf16, seconds in FP8] that a micro-batch spends in the linears that FP8 can
+    compute.
 
-    They are those of forward and backward; 0 without such linears.
-
-    Each shape is timed in both precisions, in turns, and counts as often as it occurs.
-
-    Products are compiled where blocks are, but as `block`. No random numbers of the run are drawn.
+    They include forward and backward; both are 0 if there are no such linears. Each weight shape is timed in
+    both precisions, in turns, and counts as often as it occurs. If blocks are compiled, the timed products
+    are compiled too, in the mode `block`. The run's random generators are not used.
     """
     linears, _ = fitting_linears(stage, args, recipe)
     weights = [weight_of(linear) for _, linear in linears]
@@ -100,8 +99,8 @@ def try_linears(
     fp8 = product_maker(recipe, stage, args, groups, TransformerEngine() if use_te else None)("trial")
     steps = [_step(product, args.compile not in (False, "auto")) for product in (PlainProduct(), fp8)]
     totals = [0.0, 0.0]
-    torch._dynamo.reset_code(_output.__code__)  # graphs of a trial before in this process
-    with torch._dynamo.config.patch(recompile_limit=len(steps) * len(shapes)):  # a graph for each, of one function
+    torch._dynamo.reset_code(_output.__code__)  # drop graphs of an earlier trial in this process
+    with torch._dynamo.config.patch(recompile_limit=len(steps) * len(shapes)):  # one function, a graph for each
         for ((out, features), trained), number in shapes.items():
             operands = _operands(args, out, features, trained, groups.device)
             works = [partial(step, *operands) for step in steps]
@@ -117,8 +116,10 @@ def try_linears(
 
 
 def _step(product: Product, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """Returns a function that computes output and gradients of a linear, from input, weight and the output's
-    gradient."""
+    """Returns a function that computes the output and the gradients of a linear.
+
+    The function takes input, weight and the output's gradient.
+    """
     output = torch.compile(_output, fullgraph=True, dynamic=False) if compiled else _output
 
     def step(x: Tensor, weight: Tensor, grad: Tensor) -> object:
@@ -135,8 +136,10 @@ def _output(x: Tensor, weight: Tensor, product: Product) -> Tensor:
 def _operands(
     args: NeoXArgs, out: int, features: int, trained: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns random input, weight and output's gradient of a micro-batch, in bf16. Zeros would be multiplied
-    faster."""
+    """Returns random bf16 tensors for a linear and a micro-batch: input, weight and the output's gradient.
+
+    They are not zeros, because GPUs multiply zeros faster.
+    """
     tokens = min(_MOST_TOKENS, args.seq_length * (args.train_micro_batch_size_per_gpu or 1))
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward pass: which blocks recompute theirs, and what they keep."""
+"""Recomputes activations in the backward pass, to save memory: in which blocks, and all or only some."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,9 +19,9 @@ from megatron.mpu import Linear, PartialSum
 from megatron.neox_arguments import NeoXArgs
 
 Run = Callable[[Tensor, int, int], Ran]
-# recompute_granularity: selective keeps these and attention, as torchtitan does: products, and the largest
-# values by which FP8 is scaled. Batched products are not kept: they are the scores of attention without a
-# kernel, which are large and cheap (arXiv 2205.05198).
+# Operators whose results `recompute_granularity: selective` keeps besides attention's, as torchtitan does:
+# matrix products, and the maxima from which FP8 scales follow. Batched products are not kept: they are the
+# scores of attention without a kernel, which are large and cheap to recompute (arXiv 2205.05198).
 _SAVED_OPERATORS = {
     f"aten::{name}"
     for name in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "linear", "amax")
@@ -32,13 +32,13 @@ _SAVED_OPERATORS |= {f"_c10d_functional::{name}" for name in ("all_reduce", "red
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Runs blocks for `Stage.run_blocks` in groups, which keep only their inputs and run again in the
-    backward pass.
+    """Runs blocks in groups that keep only their inputs and run again in the backward pass.
 
-    group_size: blocks in a group.
-    group_interval: n recomputes every n-th group; the others keep all activations.
-    on_cpu: inputs are kept in host memory.
-    pinned: that memory is pinned.
+    It takes the place of `Stage.run_blocks`.
+    group_size: number of blocks in a group.
+    group_interval: n: every n-th group is recomputed; the others keep all activations.
+    on_cpu: the kept inputs are in host memory.
+    pinned: that host memory is pinned.
     """
 
     group_size: int
@@ -47,7 +47,8 @@ class Recomputed:
     pinned: bool
 
     def __call__(self, run: Run, x: Tensor, first_block: int, last_block: int) -> Ran:
-        """Run blocks first_block..last_block - 1 of the stage on `x`."""
+        """Run the blocks `first_block` to `last_block - 1` of the stage on `x`. run: runs a range of
+        blocks."""
         routed: tuple[RoutingSums, ...] = ()
         for group, start in enumerate(range(first_block, last_block, self.group_size)):
             end = min(start + self.group_size, last_block)
@@ -55,14 +56,14 @@ class Recomputed:
                 x, group_routed = run(x, start, end)
             else:
                 with save_on_cpu(pin_memory=self.pinned) if self.on_cpu else nullcontext():
-                    # Masks of dropout are functions of their seeds, so no generator state need be kept.
+                    # Dropout masks are computed from seeds, so no generator state must be kept.
                     x, group_routed = checkpoint(run, x, start, end, use_reentrant=False, preserve_rng_state=False)
             routed += group_routed
         return x, routed
 
 
 def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
-    """Have a stage recompute activations as the keys say."""
+    """Make a stage recompute activations, as `checkpoint_activations` and the keys next to it say."""
     if not args.checkpoint_activations:
         return
     if args.recompute_granularity == "selective":
@@ -84,10 +85,9 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
 
 
 def selective_checkpoint(function: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """Returns `function(x)`, keeping the results of operators in `_is_saved` only; the backward pass
-    recomputes the others.
+    """Returns `function(x)`, keeping for backward only the results of operators that `_is_saved` selects.
 
-    In compiled code the compiler applies the same rule.
+    The backward pass recomputes the others. In compiled code the compiler follows the same rule.
     """
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -98,16 +98,17 @@ def _policy(context: Any, operator: Any, *operands: Any, **keywords: Any) -> Che
 
 
 def _is_saved(operator: Any) -> bool:
-    """Returns whether the result of an operator is kept: products, and attention by any kernel."""
+    """Returns whether selective recomputation keeps an operator's result, as of matrix products and
+    attention."""
     name = operator.name() if isinstance(operator, torch._ops.OperatorBase) else str(operator)
     name = name.split(".")[0]
     return name in _SAVED_OPERATORS or "attention" in name or "attn" in name
 
 
 def recomputed_product_share(args: NeoXArgs) -> float:
-    """Returns the share of the blocks' matrix products that a backward pass computes a second time.
+    """Returns the share of the blocks' matrix products that the backward pass computes again, from 0 to 1.
 
-    It does not count recomputation by `activation_memory_budget`, which the compiler chooses.
+    Recomputation that the compiler chooses (`activation_memory_budget`) does not count.
     """
     if not args.checkpoint_activations or args.recompute_granularity == "selective":
         return 0.0

@@ -1,4 +1,4 @@
-"""A training run: everything that it is made of, the state of its loop, and what it offers to callbacks."""
+"""Defines `Training`, a training run: its parts, the state of its loop, and its interface to callbacks."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ from megatron.training.schedules import Schedule
 
 
 class Stopwatch:
-    """Wall-clock seconds of training, without what runs under `pause` (validation, saving)."""
+    """Measures wall-clock seconds of training. Code within `pause()` (validation, saving) does not count."""
 
     def __init__(self) -> None:
         self._lap_start = time.perf_counter()
@@ -36,7 +36,7 @@ class Stopwatch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Stops the clock in a `with` block; may be nested."""
+        """Stops the clock during a `with` block. Blocks may be nested."""
         if self._paused:
             yield
             return
@@ -56,15 +56,16 @@ class Stopwatch:
 
 @dataclass
 class LoopState:
-    """The state of a training loop besides its progress.
+    """The state of a training loop that checkpoints do not save.
 
     stop_reason: why the run ends after this step; None while it continues.
     save_is_due: a checkpoint is due by the clock or by request.
-    stop_request, save_request: requests by callbacks of this rank, until all ranks know of them.
+    stop_request, save_request: requests by callbacks of this rank that other ranks do not know of yet.
     stop_signal: number of a stop signal that some rank has received and all ranks know of; 0: none.
-    gave_up: because of that signal, work that belongs to this step was skipped.
-    look_for_stop, agree_on_stop: methods of `StopCallback`, for long work.
+    gave_up: a stop signal made the run skip work of this step, such as its validation.
+    look_for_stop, agree_on_stop: methods of `StopCallback`, which long work calls.
     settle: waits for the step's result and writes its log line.
+    stopwatch: measures the time of steps. bar: the progress bar.
     ending: (status, reason) of a run that did not fail, once it is over.
     """
 
@@ -84,7 +85,7 @@ class LoopState:
 
 @dataclass(frozen=True)
 class Training:
-    """Everything a training run is made of."""
+    """A training run: all of its parts, and the methods that callbacks may call (`TrainingRun`)."""
 
     args: NeoXArgs
     method: Method
@@ -102,7 +103,7 @@ class Training:
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
         return self.progress.iteration
 
     @property
@@ -112,24 +113,25 @@ class Training:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples read so far."""
+        """The number of training samples read so far."""
         return self.progress.consumed_samples
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens read so far."""
+        """The number of training tokens read so far."""
         return self.progress.consumed_tokens
 
     @property
     def companion_files(self) -> Mapping[str, bytes]:
-        """Files that came with an imported model."""
+        """Files of an imported HuggingFace model besides its weights, content by name. {} if there is
+        none."""
         return self.checkpointer.carried
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the work in a `with` block from the step's time, and clears the progress bar for it.
+        """Excludes a `with` block from the measured time of steps, and clears the progress bar for it.
 
-        On entry it waits for the step that has ended and writes its log line.
+        On entry it waits for the last step and writes that step's log line.
         """
         self.loop.settle()
         with self.loop.stopwatch.pause():
@@ -138,22 +140,22 @@ class Training:
             self.loop.bar.refresh()
 
     def stopping(self) -> bool:
-        """Whether a stop signal has come to this rank."""
+        """Returns whether a stop signal has come to this rank, or to another one and all ranks know of it."""
         return bool(self.loop.stop_signal or stop_signal())
 
     def request_stop(self, reason: str) -> None:
-        """End the run with a checkpoint, once all ranks know of it."""
+        """Ask the run to save and end, a step or two from now, when all ranks know of the request."""
         self.loop.stop_request = reason
 
     def request_save(self) -> None:
-        """Write a checkpoint, once all ranks know of it."""
+        """Ask the run to save a checkpoint, a step or two from now, when all ranks know of the request."""
         self.loop.save_request = True
 
     @contextmanager
     def inference(self) -> Iterator[Model]:
         """Gives a `with` block the current model, to generate and score with. All ranks enter it together.
 
-        Training then continues as if the block had not run: random generators are restored.
+        Afterwards random generators are restored, so training continues as if the block had not run.
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
         rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
@@ -168,7 +170,7 @@ class Training:
             restore_rng(random, self.groups.device, "before inference")
 
     def save_hf_model(self, folder: Path) -> None:
-        """Write the current model as a HuggingFace folder."""
+        """Write the current model in HuggingFace's format to `folder`."""
         self.checkpointer.save_hf_model(folder, self.progress, {})
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the optimizer step."""
+"""Computes learning-rate schedules as pure functions of the optimizer step."""
 
 import math
 from collections.abc import Mapping
@@ -11,12 +11,13 @@ from megatron.neox_arguments import NeoXArgs
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then a decay that ends at step `end`; the learning rate then stays constant.
+    """A learning-rate schedule: warm-up, then a decay up to step `end`, then a constant rate.
 
-    Steps count from 0: `lr(k)` is used by update k + 1. The first update uses `lr(1)`, as upstream (a
-    learning rate of 0 would waste it). Upstream's cosine rises again after `end`.
-    warmup: steps, may be fractional.
-    decay, decay_style: steps and shape of the final decay of `wsd` (Megatron-LM's).
+    `schedule(k)` is the rate of update k + 1. Only the first update uses `schedule(1)`, as in GPT-NeoX,
+    because a rate of 0 would waste it. Unlike GPT-NeoX's cosine, ours does not rise again after `end`.
+    start_lr: the rate after warm-up, from which it decays. min_lr: the lowest rate after warm-up.
+    warmup: number of steps, may be fractional.
+    decay, decay_style: steps and shape of the final decay of `wsd`, as in Megatron-LM.
     """
 
     start_lr: float
@@ -30,7 +31,7 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """Returns the learning rate after `step` updates."""
         if self.warmup > 0 and step <= self.warmup:
-            return self.start_lr * max(1, step) / self.warmup  # below min_lr too, as upstream
+            return self.start_lr * max(1, step) / self.warmup  # may be below min_lr, as in GPT-NeoX
         step = min(step, self.end)
         length = self.end - self.warmup
         elapsed = step - self.warmup
@@ -55,15 +56,15 @@ class Schedule:
         return self.start_lr  # constant
 
     def describe(self) -> str:
-        """Returns one line for the log."""
+        """Returns one line for the log, such as `learning rate 0.0006 after 100 steps of warm-up, ...`."""
         decay = "then constant"
         if self.style != "constant":
             decay = f"{self.style} until step {self.end}, not below {self.min_lr:g}"
         return f"learning rate {self.start_lr:g} after {self.warmup:g} steps of warm-up, {decay}"
 
     def state_dict(self, num_iters: int) -> dict[str, float | int | str]:
-        """Returns NeoX's `lr_scheduler` entry of a checkpoint; with `wsd`, which NeoX lacks, two more
-        keys."""
+        """Returns the `lr_scheduler` entry of a checkpoint in GPT-NeoX's form; `wsd`, which it lacks, adds
+        two keys."""
         state: dict[str, float | int | str] = {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup,
@@ -78,10 +79,11 @@ class Schedule:
 
 
 def build_schedule(args: NeoXArgs) -> Schedule:
-    """Returns the schedule of `lr_decay_style` over `lr_decay_iters`, else over a fraction of `train_iters`.
+    """Returns the configured schedule. It ends at `lr_decay_iters`, else at `lr_decay_fraction` of
+    `train_iters`.
 
-    `lr_scaling` multiplies both learning rates by the data-parallel size or by its root (arXiv 1706.02677,
-    1404.5997).
+    `lr_scaling` multiplies `lr` and `min_lr` by the data-parallel size or by its square root (arXiv
+    1706.02677, 1404.5997).
     """
     if args.lr_decay_iters is not None:
         end = args.lr_decay_iters
@@ -98,7 +100,8 @@ def build_schedule(args: NeoXArgs) -> Schedule:
 
 
 _END = ("lr_decay_iters", "lr_decay_fraction", "train_iters")
-# A field of Schedule: NeoX's name of it, and the keys that it comes from.
+# For each field of Schedule: its name in GPT-NeoX's checkpoints, and the configuration keys that determine
+# it.
 _WRITTEN_AS = {
     "start_lr": ("start_lr", ("lr_scaling", "optimizer.params.lr")),
     "min_lr": ("min_lr", ("min_lr", "lr_scaling")),
@@ -126,7 +129,7 @@ def resumed_schedule(
         return schedule
     if not saved:
         if args.use_checkpoint_lr_scheduler:
-            raise CheckpointError(f"{path}: holds no learning-rate schedule; remove use_checkpoint_lr_scheduler")
+            raise CheckpointError(f"{path} holds no learning-rate schedule to use; remove use_checkpoint_lr_scheduler")
         return schedule
     stored = Schedule(**{name: saved[label] for name, (label, _) in _WRITTEN_AS.items() if label in saved})
     if args.use_checkpoint_lr_scheduler:
@@ -135,7 +138,7 @@ def resumed_schedule(
     for name, (label, keys) in _WRITTEN_AS.items():
         stored_value, value = getattr(stored, name), getattr(schedule, name)
         if stored.style == schedule.style == "constant" and name in ("min_lr", "end"):
-            continue  # it has none
+            continue  # a constant schedule has no end
         if stored.style == schedule.style != "wsd" and name in ("decay", "decay_style"):
             continue
         if stored_value == value or (
@@ -143,7 +146,7 @@ def resumed_schedule(
         ):
             continue
         key = responsible_key(keys, args, user_config)
-        if key == "train_iters" and "train_epochs" in args.origins:  # they were made from these
+        if key == "train_iters" and "train_epochs" in args.origins:  # train_iters was computed from train_epochs
             key = "train_epochs"
         changed.append(ConfigChange(key, f"{label} {value}", str(stored_value)))
     if changed:

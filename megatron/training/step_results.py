@@ -1,4 +1,4 @@
-"""Reads the results of steps, once the next step has begun or before something else waits for the device."""
+"""Reads the result of a step once the next step has begun, or before something else waits for the device."""
 
 from dataclasses import replace
 
@@ -23,17 +23,17 @@ class StepResults:
         self._pending: tuple[TrainingProgress, StepResult, HostCopy] | None = None
 
     def begin(self, result: StepResult) -> None:
-        """Take the result of a step, before `training.progress` counts the step."""
+        """Begin to copy a step's result to the host. Called before `training.progress` counts the step."""
         progress, device = self.training.progress, result.loss.device
         flags = [on_device(flag, device) for flag in (result.spike, result.untrained, result.skipped)]
         previous = replace(progress, row_tokens=dict(progress.row_tokens))
         self._pending = (previous, result, HostCopy(torch.stack(flags)))
 
     def settle(self) -> None:
-        """Read the outstanding result, if there is one.
+        """Read the result that `begin` has taken, if it is not read yet.
 
-        Raises NonFiniteError when the run ends on it, with `training.progress` and weights as they were
-        before the step.
+        Raises NonFiniteError if the run ends because of it. `training.progress` and weights are then those
+        from before the step.
         """
         if self._pending is None:
             return
@@ -42,13 +42,13 @@ class StepResults:
         step, say = previous.iteration + 1, self.training.logger.info
         self.training.progress.skipped += skipped
         if spike:
-            say(f"step {step}: loss far above the recent ones, left out (skip_step_above_sigma)")
+            say(f"step {step}: skipped, as its loss is far above recent losses (skip_step_above_sigma)")
         if untrained:
             self.untrained += 1
             if self.untrained & (self.untrained - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... of this start
                 reason = self.training.method.untrained_reason()
                 say(
-                    f"step {step}: none of its tokens is trained ({reason}), left out; {self.untrained} such "
+                    f"step {step}: skipped, as none of its tokens is trained ({reason}); {self.untrained} such "
                     f"step{'s' * (self.untrained > 1)} so far"
                 )
         elif skipped:
@@ -58,7 +58,7 @@ class StepResults:
             self.in_a_row = 0
 
     def _check(self, previous: TrainingProgress, result: StepResult) -> None:
-        """Decide on a step that was skipped because it was not finite."""
+        """After a step that was skipped for NaN or Inf, log it, or end the run after too many in a row."""
         args, step = self.training.args, previous.iteration + 1
         bearable = self.in_a_row <= most_skips(args)
         if args.params_dtype == "fp16":
@@ -69,13 +69,14 @@ class StepResults:
             text = report(result.finding, step, self.training.groups)
             if bearable:
                 limit = f"{self.in_a_row} of at most {args.nonfinite_limit} in a row"
-                self.training.logger.info(f"{text}; left out (on_nonfinite: skip, {limit})")
+                self.training.logger.info(f"{text}; step skipped (on_nonfinite: skip, {limit})")
                 return
         vars(self.training.progress).update(vars(previous))
         self._end(text)
 
     def _end(self, text: str) -> None:
-        """Save the state before the step, if it can be saved, and raise."""
+        """Save the state from before the step, if it is finite, and raise NonFiniteError. text: the
+        reason."""
         training = self.training
         outcome = f"weights are those of step {training.progress.iteration}"
         if training.args.save is not None:
@@ -83,7 +84,7 @@ class StepResults:
                 with training.watchdog.phase("saving"):
                     training.checkpointer.save(training.progress)
                     training.checkpointer.wait()
-            except NonFiniteStateError as problem:  # an earlier step's update, of finite gradients
+            except NonFiniteStateError as problem:  # an earlier update with finite gradients made it non-finite
                 outcome = str(problem)
         limit = f", {self.in_a_row} steps in a row" if self.in_a_row > 1 else ""
         text = f"{text}; {outcome} (on_nonfinite: {training.args.on_nonfinite}{limit})"

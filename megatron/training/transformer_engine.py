@@ -1,4 +1,4 @@
-"""Transformer-Engine in a run: whether its kernels compute, and for what."""
+"""Decides whether Transformer-Engine's kernels compute a run's FP8 products and norms."""
 
 from collections.abc import Callable
 
@@ -16,22 +16,23 @@ _RECIPES = ("te", "tensorwise", "mxfp8")
 
 
 def choose_te_backend(args: ModelArgs, recipe: Recipe | None, device: torch.device) -> tuple[bool, str]:
-    """Returns (whether Transformer-Engine multiplies in FP8, words about it for the log), by `te_backend`.
+    """Returns (whether Transformer-Engine computes FP8 products, text about it for the log), by `te_backend`.
 
-    recipe: of FP8; None: without FP8. `auto` uses it only for delayed scaling (`te`), if it is installed,
-    works, has run on such a GPU, and blocks are not compiled: torch cannot compile its calls.
-    Raises ConfigError if `te_backend` names it and it is not available.
+    recipe: of FP8; None: without FP8. `te_backend: auto` uses Transformer-Engine only for delayed scaling
+    (recipe `te`), if it works here, we have run it on such a GPU, and blocks are not compiled, since torch
+    cannot compile its calls.
+    Raises ConfigError if `te_backend: transformer_engine` is set and cannot be used.
     """
     if args.te_backend == "native" or (args.te_backend == "auto" and recipe != "te"):
         return False, ""
     unproven = not_run_on("te_backend: transformer_engine", capability_of(device))
     if args.te_backend == "auto" and unproven is not None:
-        return False, f"; te_backend: auto chose native, the other: {unproven}"
+        return False, f"; te_backend: auto chose native, not transformer_engine: {unproven}"
     problem = None
-    if args.compile not in (False, "auto"):  # auto: nothing is compiled
+    if args.compile not in (False, "auto"):  # with auto nothing is compiled
         problem = f"compile: false, not {args.compile}: torch cannot compile its calls"
     elif recipe not in (None, *_RECIPES):
-        problem = f"precision_fp8: {', '.join(_RECIPES)} or off, not {recipe}, which it does not have"
+        problem = f"precision_fp8: {', '.join(_RECIPES)} or off, as it does not have the recipe {recipe}"
     else:
         problem = engine_problem(device, recipe or "tensorwise")
     if args.te_backend == "transformer_engine":
@@ -40,21 +41,24 @@ def choose_te_backend(args: ModelArgs, recipe: Recipe | None, device: torch.devi
         return recipe is not None, "; multiplied by Transformer-Engine (te_backend)"
     if problem is None:
         return True, "; te_backend: auto chose transformer_engine"
-    return False, f"; te_backend: auto chose native, the other would need {problem}"
+    return False, f"; te_backend: auto chose native, transformer_engine would need {problem}"
 
 
 def use_transformer_engine_norms(
     stage: Stage, args: ModelArgs, recipe: Recipe | None, log: Callable[[str], None]
 ) -> None:
-    """Let a stage's norms compute with Transformer-Engine's kernels if `te_backend` names it.
+    """Make a stage's norms use Transformer-Engine's kernels if `te_backend: transformer_engine` is set.
 
-    recipe: of FP8; None: without FP8. Raises ConfigError if the kernels do not work, or `apex: true` also
-    claims the norms.
+    recipe: of FP8; None: without FP8. Raises ConfigError if the kernels do not work, or if `apex: true` is
+    set, which would replace the norms too.
     """
     if args.te_backend != "transformer_engine":
         return
     if args.apex is True:
-        raise args.error("apex", f"te_backend ({args.origin('te_backend')}) has the norms; remove one of both")
+        raise args.error(
+            "apex",
+            f"te_backend: transformer_engine ({args.origin('te_backend')}) sets the norms too; remove one of both",
+        )
     choose_te_backend(args, recipe, stage.device_of_groups)
     set_norm_functions(stage, transformer_engine_norms())
     log("te_backend: transformer_engine computes the norms" + ("" if recipe is None else " and FP8"))

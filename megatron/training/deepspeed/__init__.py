@@ -1,1 +1,1 @@
-"""DeepSpeed behind `megatron.training.engine`: the only user of its objects, configuration and versions."""
+"""Implements the DeepSpeed engine. Only this package uses DeepSpeed's objects and configuration."""

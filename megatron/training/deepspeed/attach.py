@@ -1,4 +1,4 @@
-"""Attaches DeepSpeed to the existing processes and groups."""
+"""Attaches DeepSpeed to the process groups that torch.distributed already has."""
 
 import contextlib
 import io
@@ -17,11 +17,11 @@ from megatron.mpu import ParallelGroups
 
 
 def attach_deepspeed() -> None:
-    """Put DeepSpeed on the existing process group, quietly.
+    """Initialise DeepSpeed's communication on the existing process group, without its log lines.
 
-    On CPU its init_distributed would compile `deepspeed_shm_comm` (16 s, needs g++ and ninja; only inference
-    uses it), and it refuses fp16 where the processor has no instructions for it, which torch computes
-    nevertheless.
+    On a CPU it changes two defaults of DeepSpeed: compiling `deepspeed_shm_comm` (16 s, needs g++ and ninja,
+    and only inference uses it), and refusing fp16 on processors without fp16 instructions, where torch
+    computes it.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -29,26 +29,30 @@ def attach_deepspeed() -> None:
     if accelerator.device_name() == "cpu":
         accelerator.is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    # Its pipeline engine asks every rank for every group of every axis, and one for each rank besides.
+    # DeepSpeed's pipeline engine has every rank create every group. This lets only the members create a
+    # group.
     deepspeed.comm.comm.cdb.new_group = lambda ranks: dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def name_device(device: torch.device) -> None:
-    """Set LOCAL_RANK, from which DeepSpeed takes this rank's GPU even if a device is passed.
+    """Set the environment variable LOCAL_RANK, from which DeepSpeed takes this rank's GPU even if it is given
+    one.
 
-    If OMPI_COMM_WORLD_LOCAL_RANK is set, it gets the same number. The number counts the GPUs that this
-    process sees: 0 where each process of a machine sees only its own.
+    The value is the index of the GPU among those that this process sees: 0 if each process sees only its own.
+    If OMPI_COMM_WORLD_LOCAL_RANK is set, it gets the same value.
     """
     number = str(device.index or 0)
     os.environ.setdefault("LOCAL_RANK", number)
     if device.type == "cuda":
-        names = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys()  # both, or it refuses
+        names = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys()  # DeepSpeed requires that both agree
         os.environ.update(dict.fromkeys(names, number))
 
 
 def plain_mpu(groups: ParallelGroups) -> Any:
-    """Returns an `mpu` object with these groups for DeepSpeed's plain engine; axes of size 1 get a group of
-    one rank."""
+    """Returns the `mpu` object through which DeepSpeed's engine without pipelines asks for process groups.
+
+    An axis of size 1 gets a group of one rank.
+    """
     single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     tensor, data = groups.group("tensor") or single, groups.group("data") or single
     return SimpleNamespace(
@@ -62,12 +66,15 @@ def plain_mpu(groups: ParallelGroups) -> Any:
 
 
 def shard_at_once(config: Mapping[str, Any], mpu: Any) -> Callable[[int, list[nn.Parameter]], None]:
-    """Returns a function that shards parameters, such as one layer's, into this rank's ZeRO 3 slices.
+    """Returns a function (layer, parameters) that replaces the parameters of a layer by this rank's ZeRO 3
+    slices.
 
-    `deepspeed.initialize` with the same arguments accepts parameters sharded in this way.
+    So a model is sharded layer by layer as it is built. `deepspeed.initialize` with the same `config` and
+    `mpu` accepts such parameters.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         group = mpu.get_data_parallel_group()
-        # The empty module stands for the model: as in `initialize`, DeepSpeed's linear is put in place.
+        # Init is given an empty module instead of the model: as in `initialize`, it also patches torch's
+        # linear.
         zero = deepspeed.zero.Init(nn.Module(), data_parallel_group=group, config_dict_or_path=dict(config), mpu=mpu)
     return lambda _, params: zero._convert_to_zero_parameters(params)

@@ -1,4 +1,4 @@
-"""From NeoXArgs to DeepSpeed's configuration. Pure: imports no DeepSpeed."""
+"""Converts NeoXArgs to DeepSpeed's configuration, without importing DeepSpeed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,23 +9,29 @@ from megatron.neox_arguments.keys.declaration import keys_of
 
 # Keys of DeepSpeed that are passed on unchanged. `deepspeed_extra_args` may hold only these and our own keys.
 _PASSED = ("comms_logger", "dump_state")
-# The last three are refused by their key.
+# The key `optimizer` itself refuses the last three.
 _OPTIMIZERS = (
     "adam", "adamw", "sgd", "lion", "cpu_adam", "cpu_torch_adam", "onebitadam", "sm3", "madgrad_wd",
 )  # fmt: skip
 
 
 def zero_stage_used(args: NeoXArgs) -> int:
-    """Returns the ZeRO stage DeepSpeed runs: 1 where its stage 0 is wrong or refused (pipelines, 16-bit
-    weights)."""
+    """Returns the ZeRO stage that DeepSpeed runs: the configured one, except that 0 may become 1.
+
+    It becomes 1 with pipelines and with 16-bit weights, where DeepSpeed's stage 0 computes wrongly or is
+    refused.
+    """
     if args.zero_stage == 0 and (args.pp > 1 or args.params_dtype != "fp32"):
         return 1
     return args.zero_stage
 
 
 def offload(args: ModelArgs, section_name: str) -> dict[str, Any] | None:
-    """Returns the keys of `offload_optimizer` or `offload_param` that are set; None when nothing is kept off
-    the device."""
+    """Returns the set keys of a section of `zero_optimization`; None if it offloads nothing.
+
+    section_name: offload_optimizer or offload_param. `cpu_offload: true` counts as the former with `device:
+    cpu`.
+    """
     section = args.zero_optimization[section_name]
     if section is None and section_name == "offload_optimizer" and args.zero_optimization["cpu_offload"]:
         section = {"device": "cpu"}
@@ -35,7 +41,7 @@ def offload(args: ModelArgs, section_name: str) -> dict[str, Any] | None:
 
 
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
-    """Returns the full DeepSpeed configuration; no value that matters is left to its defaults.
+    """Returns the full DeepSpeed configuration. No value that matters is left to DeepSpeed's defaults.
 
     Raises ConfigError for settings that DeepSpeed refuses or computes wrongly, and for `deepspeed_extra_args`
     that contradict other keys.
@@ -44,23 +50,23 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     stage = zero_stage_used(args)
     zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key and value is not None}
     zero["stage"] = stage
-    # Stage 3 reduces the same buckets either way. With it stages 1 and 2 wait for the device at every bucket
-    # that is not contiguous, and stage 1 fills its buckets in another order: more than two ranks may then sum
-    # to other bits.
+    # Stage 3 reduces the same buckets with and without overlap_comm. With it, stages 1 and 2 wait for the
+    # device at every bucket that is not contiguous, and stage 1 fills its buckets in another order, so that
+    # sums over more than two ranks may differ in the last bits.
     zero.setdefault("overlap_comm", stage == 3)
     zero |= {section: keys for section in ("offload_optimizer", "offload_param") if (keys := offload(args, section))}
     config: dict[str, Any] = {
         "train_batch_size": args.train_batch_size,
         "train_micro_batch_size_per_gpu": args.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        # Plain fp32 without ZeRO is clipped by us: DeepSpeed neither reports that norm nor stops at a NaN in
+        # Without ZeRO in fp32 our engine clips: DeepSpeed would neither report that norm nor stop at a NaN in
         # it.
         "gradient_clipping": args.gradient_clipping if stage > 0 else 0.0,
         "prescale_gradients": args.prescale_gradients,
         "gradient_predivide_factor": args.gradient_predivide_factor,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # `optimizer` says which one updates offloaded state
+        "zero_force_ds_cpu_optimizer": False,  # the key `optimizer` chooses which one updates offloaded state
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": args.communication_data_type or "fp32",
         "steps_per_print": None,
@@ -91,21 +97,21 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
 def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
-        yield f"{args.origin('optimizer.type')}: {name} runs on the native engine alone; write engine: native"
+        yield f"{args.origin('optimizer.type')}: {name} runs on the native engine only; write engine: native"
     if args.expert_parallel_size > 1:
         key = "expert_parallel_size"
         size = args.expert_parallel_size
-        yield f"{args.origin(key)}: {key} {size} runs on the native engine alone; write engine: native"
+        yield f"{args.origin(key)}: {key} {size} runs on the native engine only; write engine: native"
     if args.moe_router_bias_update_rate is not None and args.zero_stage == 3:
         key = "moe_router_bias_update_rate"
-        yield f"{args.origin(key)}: {key}: DeepSpeed's ZeRO 3 would cut the bias; write engine: native, or ZeRO 2"
+        yield f"{args.origin(key)}: {key}: DeepSpeed's ZeRO 3 would shard the bias; write engine: native, or use ZeRO 2"
 
 
 def _offload_problems(args: NeoXArgs) -> Iterator[str]:
     zero, stage = args.zero_optimization, args.zero_stage
     if zero["cpu_offload"] and zero["offload_optimizer"] is not None:
         place = args.origin("zero_optimization.cpu_offload")
-        yield f"{place}: zero_optimization.cpu_offload: offload_optimizer says it too; remove cpu_offload"
+        yield f"{place}: zero_optimization.cpu_offload: offload_optimizer is set too; remove cpu_offload"
     for section, min_stage in (("offload_optimizer", 1), ("offload_param", 3)):
         keys = offload(args, section)
         if keys is None:
@@ -117,12 +123,12 @@ def _offload_problems(args: NeoXArgs) -> Iterator[str]:
             yield f"{place}: needs zero_optimization.stage {min_stage}{bound}, not {stage}"
         if keys.get("ratio", 1.0) != 1.0:
             yield (
-                f"{place}.ratio: {keys['ratio']}: DeepSpeed 0.19.8 updates the rest with the learning rate of the "
-                "start; remove it"
+                f"{place}.ratio: {keys['ratio']}: DeepSpeed 0.19.8 updates the part that is not offloaded with the "
+                "learning rate of the start; remove ratio"
             )
     if args.use_bnb_optimizer and offload(args, "offload_optimizer") is not None:
         place = f"{args.origin('use_bnb_optimizer')}: use_bnb_optimizer"
-        yield f"{place}: its state stays on the GPU; remove it or zero_optimization.offload_optimizer"
+        yield f"{place}: its state cannot be offloaded; remove it or zero_optimization.offload_optimizer"
 
 
 def _gradient_problems(args: NeoXArgs) -> Iterator[str]:
@@ -131,16 +137,18 @@ def _gradient_problems(args: NeoXArgs) -> Iterator[str]:
     for key in (key for key, is_set in flags if is_set):
         place = f"{args.origin(key)}: {key}"
         if key == "gradient_predivide_factor" and args.prescale_gradients:
-            yield f"{place}: prescale_gradients ({args.origin('prescale_gradients')}) leaves it no effect; remove one"
+            yield f"{place}: no effect with prescale_gradients ({args.origin('prescale_gradients')}); remove either"
         elif key == "gradient_predivide_factor" and stage == 3:
-            # Run: with a factor equal to the data-parallel size it never multiplies back.
+            # Seen in a run: if the factor equals the data-parallel size, DeepSpeed does not multiply by it
+            # again.
             yield f"{place}: {factor} gives wrong gradients in DeepSpeed's ZeRO 3; remove it"
         elif stage >= 2 and args.zero_optimization["reduce_scatter"]:
             yield f"{place}: works with ZeRO {stage} only when zero_optimization.reduce_scatter is false; set that too"
 
 
 def _add_extra(config: dict[str, Any], args: NeoXArgs) -> Iterator[str]:
-    """Put `deepspeed_extra_args` into `config`; yields the problems."""
+    """Adds `deepspeed_extra_args` to `config`; yields an error line for each key that is unknown or
+    contradicts another one."""
     off = {"enabled": False}
     stage = {**config["zero_optimization"], "stage": args.zero_stage}
     fixed = {
@@ -163,7 +171,7 @@ def _add_extra(config: dict[str, Any], args: NeoXArgs) -> Iterator[str]:
         elif key in declared:
             yield f"{place}.{key}: {declared[key].refuse or f'write `{key}` outside deepspeed_extra_args'}"
         else:
-            yield f"{place}.{key}: DeepSpeed 0.19.8 has no such key, or it has no place in this engine; remove it"
+            yield f"{place}.{key}: unknown to DeepSpeed 0.19.8, or not supported by this engine; remove it"
 
 
 def _differences(path: str, extra: Any, fixed: Any) -> Iterator[tuple[str, Any, Any]]:

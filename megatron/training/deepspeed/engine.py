@@ -1,10 +1,11 @@
-"""The training engine: DeepSpeed behind one small class.
+"""Implements the training engine that runs DeepSpeed.
 
-Pipe 0 and 1 use DeepSpeed's plain engine with ZeRO 0-3, pipe > 1 its pipeline engine with ZeRO 0/1. Features
-that DeepSpeed computes wrongly or refuses are not used: ZeRO 0 with pipelines or 16-bit weights runs on the
-stage-1 optimizer (the same numbers; DeepSpeed's own clips wrongly by 15-33 % or refuses), activations between
-stages are never sharded over tensor ranks (silently wrong under sequence parallelism), and every value that
-matters is passed explicitly.
+`pipe_parallel_size` 0 and 1 use DeepSpeed's engine without pipelines and ZeRO 0 to 3. Larger sizes use its
+pipeline engine and ZeRO 0 or 1. Features that DeepSpeed computes wrongly or refuses are not used:
+- ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer and gives the same numbers.
+  DeepSpeed's stage 0 would clip wrongly by 15 to 33 %, or refuse.
+- Activations between stages are never sharded over tensor ranks, which is silently wrong with sequence
+  parallelism.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedEngine(Engine):
-    """`Engine` in any layout, by DeepSpeed."""
+    """The `Engine` that runs DeepSpeed, in any parallel layout."""
 
     name = "deepspeed"
 
@@ -66,7 +67,7 @@ class DeepSpeedEngine(Engine):
             log.setLevel(logging.INFO if is_verbose and groups.world_rank == 0 else logging.ERROR)
         mpu = plain_mpu(groups) if schedule == "none" else None
         take_over = shard_at_once(config, mpu) if self.zero_stage == 3 else None
-        init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # all it trains is of one type
+        init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # its trained weights have one dtype
         trained_params = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
         self._watch_losses(list(trained_params))
         self.watch.watch(list(trained_params.values()))
@@ -89,18 +90,18 @@ class DeepSpeedEngine(Engine):
             )[0]
         self._scaler = self._ds.optimizer.loss_scaler if self.dtype == torch.float16 else None
         if isinstance(self._scaler, DynamicLossScaler):
-            # At the least scale it would raise by itself, before the loop has seen as many overflows as NeoX
+            # Else it would raise at its smallest scale, before the loop has counted the overflows NeoX
             # allows.
             self._scaler.raise_error_at_min_scale = False
         if self.spikes is not None:
             guard_steps(self._ds, optimizer, self.spikes, self._loss_so_far)
-        if self.zero_stage > 0:  # around the guard, which wants to know the verdict
+        if self.zero_stage > 0:  # installed after the guard, so that the verdict is set when the guard runs
             judge_steps(self._ds, self.watch.verdict, self._judge)
         for param in stage.parameters():
-            if is_never_trained(param):  # it casts whole modules
+            if is_never_trained(param):  # DeepSpeed casts whole modules; these must be fp32
                 param.data = param.data.float()
         if self._pipe is not None:
-            self._ds.timers = NoopTimer()  # its own leak two CUDA events a step unless it prints them
+            self._ds.timers = NoopTimer()  # DeepSpeed's timers leak two CUDA events a step unless it prints them
             truncate_backward(self._ds, stage, ordered)
         items = {id(item[2]): item for item in self._params}
         trained = [items[id(p)] for p in ordered if id(p) in items]  # the others are placeholders
@@ -121,7 +122,7 @@ class DeepSpeedEngine(Engine):
         if args.mamba_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
             masters = f"A_log and D have fp32 masters, and are rounded to {args.params_dtype} where they are read"
             is_bf16 = args.params_dtype == "bf16"
-            native_note = "engine: native keeps them in fp32" if is_bf16 else "bf16 on engine: native does not"
+            native_note = "engine: native keeps them in fp32" if is_bf16 else "bf16 on engine: native keeps fp32"
             stage_notes.append(f"mamba_selective_fp32_params: {masters}; {native_note}")
         return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes
 
@@ -140,13 +141,12 @@ class DeepSpeedEngine(Engine):
         self._count_micro_batches(len(batches))
         weight = self._begin_losses(batches)
         scaler_before = {} if self._scaler is None else dict(vars(self._scaler))
-        # DeepSpeed averages over micro-batches and data ranks; undo both, divide by the step's weight
-        # instead.
+        # DeepSpeed averages over micro-batches and data ranks. Undo both, and divide by the step's weight.
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         self._loss.begin(scale)
-        # The mean over data ranks is DeepSpeed's here too; that over micro-batches, and the loss scale, it
-        # applies to what its backward pass begins with alone.
+        # DeepSpeed averages the gradients of balancing losses over data ranks too. It applies the mean over
+        # micro-batches and the loss scale only to the loss that it gets, so they are applied here.
         self._begin_balance(batches, (self._loss_scale or 1.0) / len(batches))
         loss = self._pipe_step(batches) if self._pipe is not None else self._plain_step(batches)
         spike = self.spikes is not None and self.spikes.skips
@@ -156,13 +156,13 @@ class DeepSpeedEngine(Engine):
         if self.zero_stage == 0:
             skipped, untrained = ~self._norm.isfinite(), ~weight.any()
             norm = torch.where(untrained, 0.0, self._norm)
-        else:  # DeepSpeed has waited for it
+        else:  # DeepSpeed has waited for the device already
             norm, skipped = self._ds.get_global_grad_norm(), bool(self._ds.optimizer.overflow)
             untrained = skipped and not bool(weight.any())
             if untrained:
                 norm = 0.0
             if untrained and self._scaler is not None:
-                vars(self._scaler).update(scaler_before)  # it took the step for an overflow
+                vars(self._scaler).update(scaler_before)  # undo: DeepSpeed counted this step as an overflow
         left_out = skipped | untrained | spike
         if not isinstance(left_out, Tensor):
             left_out = torch.full((), left_out, device=self.groups.device)
@@ -173,12 +173,11 @@ class DeepSpeedEngine(Engine):
         )  # fmt: skip
 
     def _count_micro_batches(self, number: int) -> None:
-        """Tell DeepSpeed how many micro-batches a step has: steps of gradient difference have twice as
-        many."""
+        """Tell DeepSpeed how many micro-batches this step has, which may differ from step to step."""
         if number != self._ds.gradient_accumulation_steps():
             rows = self._ds.train_micro_batch_size_per_gpu() * self.groups.size("data")
             self._ds.set_train_batch_size(number * rows)
-            self._ds.micro_steps = 0  # it takes a step where this is a multiple
+            self._ds.micro_steps = 0  # DeepSpeed takes a step if this is a multiple of the number
 
     @property
     def _loss_scale(self) -> float | None:
@@ -197,13 +196,15 @@ class DeepSpeedEngine(Engine):
         return self._mean_loss(self._total)
 
     def _judge(self) -> None:
-        """Judge the gradients and pass them to callbacks, between backward and update."""
+        """Between backward and update, check gradients for NaN and Inf on all ranks, and pass them to
+        callbacks."""
         self.watch.judge()
         if self._on_gradients is not None:
             self._on_gradients(self._parts.gradients(self._loss_scale or 1.0))
 
     def _clip_or_drop(self) -> None:
-        """Clip gradients, or drop non-finite ones, as the ZeRO optimizers do in their step."""
+        """Clip gradients, or drop them if one is not finite. With ZeRO, DeepSpeed's optimizers do this
+        themselves."""
         self._judge()
         sharded: list[nn.Parameter] = []
         replicated: list[nn.Parameter] = []
@@ -217,7 +218,7 @@ class DeepSpeedEngine(Engine):
     def _loss_so_far(self) -> float:
         """Returns the step's loss before its update, the same on every rank.
 
-        NaN for a step that is skipped anyway: no token is trained, or a value is not finite.
+        It is NaN for a step that is skipped anyway, because no token is trained or a value is not finite.
         """
         loss = torch.zeros((), device=self.groups.device)
         if self._pipe is None or self.groups.is_last_stage:
@@ -225,8 +226,11 @@ class DeepSpeedEngine(Engine):
         return float(self.groups.from_last_stage(loss) + self.watch.verdict)
 
     def _mean_loss(self, total: Tensor) -> Tensor:
-        """Returns the step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two
-        means."""
+        """Returns the step's loss. total: this rank's sum of micro-batch losses.
+
+        Each of them is scaled for DeepSpeed's means over micro-batches and data ranks, which are applied
+        here.
+        """
         mean = total.detach() / (self._ds.gradient_accumulation_steps() * self.groups.size("data"))
         return self.groups.sum(mean, "data")
 
@@ -235,14 +239,14 @@ class DeepSpeedEngine(Engine):
         self._pipe.batches = iter(batches)
         if self._pipe_shape != batches[0].tokens.shape:
             self._pipe_shape = batches[0].tokens.shape
-            self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
+            self._ds.reset_activation_shape()  # with a curriculum stages tell each other the new shape
         dummy = torch.zeros((), device=self.groups.device)
         return self._ds.train_batch(iter([(dummy, dummy)] * len(batches)))
 
     # -- weights ---------------------------------------------------------------------------------------------
 
     def _master_from_init(self) -> None:
-        # DeepSpeed makes fp32 master weights from the rounded 16-bit ones; ours start from the fp32 values.
+        # DeepSpeed makes fp32 master weights from rounded 16-bit ones. Set them to the fp32 initial values.
         for layer, _, param, spec in parameters_with_specs(self.stage, self.args):
             if param.requires_grad:
                 for start, rows in initial_part(spec, layer, self.args, self.groups):
@@ -299,10 +303,10 @@ class DeepSpeedEngine(Engine):
         self._parts.restore(read)
 
     def model_state(self) -> dict[str, Any]:
-        """Returns DeepSpeed's part of a `mp_rank_RR_model_states.pt`, and the state of fp16's loss scale.
+        """Returns DeepSpeed's entries of the file `mp_rank_RR_model_states.pt`, `loss_scaler` and
+        `spike_window`.
 
-        It has no weights, and the optimizer's state only without ZeRO. The loss scale is {} in other
-        precisions.
+        They hold no weights, and the optimizer's state only without ZeRO. `loss_scaler` is {} except in fp16.
         """
         state = self._ds._common_checkpoint_state(None, self.zero_stage > 0, False)
         scaler = {key: getattr(self._scaler, key) for key in _SCALER if hasattr(self._scaler, key)}
@@ -318,7 +322,8 @@ class DeepSpeedEngine(Engine):
                 setattr(self._scaler, key, value)
 
     def layout_state(self) -> dict[str, Any] | None:
-        """Returns this rank's `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; None without ZeRO."""
+        """Returns the content of this rank's file `*zero_pp_rank_D_mp_rank_RR_optim_states.pt`; None without
+        ZeRO."""
         if self.zero_stage == 0:
             return None
         return {
@@ -328,7 +333,10 @@ class DeepSpeedEngine(Engine):
         }
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
-        """Restore this rank's optimizer state, fp32 master weights included."""
+        """Restore this rank's optimizer state and fp32 master weights from a checkpoint of the same layout.
+
+        Without ZeRO it is in `state`, the model file; with ZeRO in the checkpoint's file `name`.
+        """
         optimizer = self._ds.optimizer
         if self.zero_stage == 0:
             optimizer.load_state_dict(fitting_state(state["optimizer"], optimizer))

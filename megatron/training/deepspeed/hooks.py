@@ -1,4 +1,4 @@
-"""Hooks between backward and update, put into DeepSpeed's step."""
+"""Installs hooks in DeepSpeed's step, which run between the backward pass and the update."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,11 @@ from megatron.training.nonfinite_guard import SpikeGuard
 
 
 def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
-    """Call `judge` before each update of DeepSpeed's engine, and add `verdict` (0 or NaN) to its gradient
+    """Make DeepSpeed's engine call `judge` before each update, and add `verdict` (0 or NaN) to its gradient
     norm.
 
-    DeepSpeed's own check of the norm then skips the step, without another wait for the device.
+    If the verdict is NaN, DeepSpeed's own check of the norm skips the step, without another wait for the
+    device.
     """
     optimizer, take_step = ds.optimizer, ds._take_model_step
 
@@ -22,7 +23,7 @@ def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
         take_step(*args, **kwargs)
 
     def on_its_device(norm: Tensor) -> Tensor:
-        return norm + verdict.to(norm.device)  # offloaded gradients have theirs on the CPU
+        return norm + verdict.to(norm.device)  # the norm of offloaded gradients is on the CPU
 
     ds._take_model_step = judged_step
     if hasattr(optimizer, "scaled_global_norm"):  # stages 1 and 2
@@ -42,9 +43,9 @@ def judge_steps(ds: Any, verdict: Tensor, judge: Callable[[], None]) -> None:
 
 
 def guard_steps(ds: Any, optimizer: torch.optim.Optimizer, guard: SpikeGuard, loss: Callable[[], float]) -> None:
-    """Skip the update of a step that `guard` rejects by the step's `loss`.
+    """Make DeepSpeed's engine skip the update of each step whose loss `guard` rejects.
 
-    DeepSpeed runs its step as usual; only `optimizer.step` does nothing.
+    loss: returns the step's loss. DeepSpeed runs its step as usual; only `optimizer.step` does nothing.
     """
     update, take_step = optimizer.step, ds._take_model_step
 

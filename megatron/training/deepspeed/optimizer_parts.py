@@ -1,6 +1,6 @@
-"""Finds the part of gradients, weights and optimizer state that a rank holds, in any ZeRO stage.
+"""Finds the part of gradients, master weights and optimizer state that a rank holds, in any ZeRO stage.
 
-Gathers the state by parameter for a checkpoint, and restores it in any layout.
+It gathers the optimizer state of each parameter for a checkpoint, and restores it in any layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +22,10 @@ NamedParameter = tuple[int, str, nn.Parameter]
 
 
 def owned_parameters(stage: Stage, args: ModelArgs, groups: ParallelGroups, zero_stage: int) -> list[NamedParameter]:
-    """Returns the trained parameters whose elements count on this rank, when each element of the model counts
-    on exactly one rank.
+    """Returns (layer, name, parameter) of the trained parameters that count on this rank.
 
-    Copies count once: of parameters that tensor ranks share, of the tied embedding, of data ranks without
-    ZeRO.
+    Each element of the model counts on exactly one rank. So copies are left out: those of parameters that
+    tensor ranks replicate, those of the tied embedding, and without ZeRO those on other data ranks.
     """
     first_tensor, first_data = groups.rank("tensor") == 0, groups.rank("data") == 0
     return [
@@ -40,10 +39,11 @@ def owned_parameters(stage: Stage, args: ModelArgs, groups: ParallelGroups, zero
 
 
 class OptimizerParts:
-    """Reads and writes this rank's part of each parameter's state.
+    """Reads and writes this rank's part of each parameter's optimizer state and master weights.
 
-    params: of this rank's stage, by layer and name in the weight map; in order of the optimizer's groups.
-    owned: `owned_parameters`. A sum over their parts on all ranks is a sum over the model, in any layout.
+    params: trained parameters of this rank's stage, in the order of the optimizer's groups.
+    owned: from `owned_parameters`. A sum over their parts on all ranks is a sum over the model, in any
+        layout.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class OptimizerParts:
     # -- out -------------------------------------------------------------------------------------------------
 
     def gather(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
-        """Yields (layer, state by name) of the layers that this data rank writes, one after another.
+        """Yields (layer, optimizer state by parameter name) for each layer that this data rank writes.
 
-        `copy` makes each tensor. writer_of: layer -> data rank; other layers are left out. All ranks of a
-        data group iterate to the end together. A rank holds no more than one layer that it writes, and one
-        parameter on its device.
+        writer_of: maps each layer to the data rank that writes it. copy: makes each yielded tensor. All ranks
+        of a data group iterate to the end together. At any time a rank holds one such layer at most, and one
+        full parameter on its device.
         """
         for layer, writer in writer_of.items():
             params = [(name, param) for param_layer, name, param in self.params if param_layer == layer]
@@ -76,8 +76,8 @@ class OptimizerParts:
                 yield layer, states
 
     def _collect(self, param: nn.Parameter, writer: int, copy: HostCopy) -> State:
-        """Returns the full state of this tensor rank's part, gathered over data ranks; {} on ranks other than
-        the writer."""
+        """Returns the state of this tensor rank's part of a parameter, gathered over data ranks, on the data
+        rank `writer`; {} on others."""
         shape = tuple(getattr(param, "ds_shape", param.shape))
         is_writer, state = writer == self.groups.rank("data"), {}
         for key in [*([MASTER] if self._has_master else []), *self._keys()]:
@@ -91,20 +91,22 @@ class OptimizerParts:
             if part is not None:
                 start, value = part
                 full.narrow(0, start, value.numel()).copy_(value.flatten())
-            # Bit for bit: everywhere else it is 0, and integers add up without rounding.
+            # The sum is exact to the bit: every other rank adds 0, and integers add up without rounding.
             to = self.groups.members["data"][writer]
             dist.reduce(full.view(torch.int32), to, group=self.groups.group("data"))
             if is_writer:
                 state[key] = copy(full.view(shape))
         step = self._step(param)
         if is_writer and step is not None:
-            # A fused optimizer counts on the device: a number would wait for it, once for each parameter.
+            # A fused optimizer counts on the device. float() would wait for the device, once per parameter.
             state["step"] = copy(step.float().reshape(())) if isinstance(step, Tensor) else torch.tensor(float(step))
         return state
 
     def _holder(self, param: Any) -> Tensor | None:
-        """Returns the tensor under which the base optimizer keeps this rank's state of (a part of)
-        `param`."""
+        """Returns the tensor that is the key of this rank's state of `param` in the base optimizer's `state`.
+
+        None if this rank holds no part of `param`.
+        """
         if self._stage == 0:
             return param
         if self._stage == 3:
@@ -114,8 +116,8 @@ class OptimizerParts:
         return None if mapping is None else self._base.param_groups[mapping.param_group_index]["params"][0]
 
     def _any_state(self) -> dict[str, Any]:
-        """Returns the state of any one holder; all have the same keys, also parameters held on other
-        ranks."""
+        """Returns the optimizer state of any parameter that has one; {} if none has. All have the same
+        keys."""
         return next((state for state in self._base.state.values() if state), {})
 
     def _keys(self) -> list[str]:
@@ -127,8 +129,12 @@ class OptimizerParts:
         return (state or self._any_state()).get("step")
 
     def _part(self, param: Any, key: str) -> tuple[int, Tensor] | None:
-        """Returns (first element, elements) of the flattened parameter that this rank holds; a view to read
-        or write."""
+        """Returns (start, view): the elements of the flattened parameter, from `start` on, that this rank
+        holds.
+
+        key: `MASTER`, or a state such as `exp_avg`. The view can be written. None if this rank holds no
+        element.
+        """
         holder = self._holder(param)
         if holder is None:
             return None
@@ -146,14 +152,17 @@ class OptimizerParts:
         return lp_address.start, values.narrow(0, hp_address.start, hp_address.numel)
 
     def _real(self, param: Any, part: Tensor) -> Tensor:
-        """Returns a stage-3 partition without the padding that gives all ranks equal sizes."""
+        """Returns a partition of ZeRO 3 without its padding, by which the partitions of all ranks have one
+        size."""
         return part.narrow(0, 0, max(0, min(part.numel(), param.ds_numel - self.groups.rank("data") * part.numel())))
 
-    # -- each element on one rank ----------------------------------------------------------------------------
+    # -- parts in which each element is on one rank ----------------------------------------------------------
 
     def gradients(self, loss_scale: float) -> Parts:
-        """Returns the gradients of the full batch, not clipped, divided by `loss_scale`. Call it between
-        backward and update."""
+        """Returns the owned parts of the full batch's gradients, before clipping, divided by `loss_scale`.
+
+        Call it between backward and update.
+        """
         parts: Parts = []
         for layer, name, param in self._owned:
             grad: Tensor | None
@@ -178,11 +187,11 @@ class OptimizerParts:
         return grad.narrow(0, part.start, part.numel) if grad.numel() == param.numel() else grad
 
     def weights(self) -> Parts:
-        """Returns fp32 master values."""
+        """Returns the owned parts of the fp32 master weights."""
         return self._owned_parts(MASTER)
 
     def states(self) -> dict[str, Parts]:
-        """Returns the tensors of the optimizer's state by key (`exp_avg`); {} before the first step."""
+        """Returns the owned parts of the optimizer's state by key (`exp_avg`); {} before the first step."""
         for holder, state in self._base.state.items():
             if state:
                 keys = [key for key in self._keys() if state[key].numel() == holder.numel()]
@@ -196,15 +205,18 @@ class OptimizerParts:
             if key == MASTER or key in self._base.state.get(self._holder(param), {})  # else it had no gradient yet
         ]
         values = [(name, part[1]) for name, part in parts if part is not None]
-        # Those of stage 3 are measured on the device, also where they are kept off it.
+        # With stage 3 parts may be offloaded; callers expect them on the device.
         return values if self._stage < 3 else [(name, value.to(self.groups.device)) for name, value in values]
 
     # -- in --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def set_master(self, param: nn.Parameter, offset: int, values: Tensor) -> None:
-        """Set this rank's part of a flattened parameter's fp32 master weights. values: the elements from
-        `offset` on."""
+        """Set this rank's part of a parameter's fp32 master weights.
+
+        values: elements of the flattened parameter, from index `offset` on. Elements of other ranks are
+        ignored.
+        """
         part = self._part(param, MASTER)
         if part is None:
             return
@@ -215,10 +227,10 @@ class OptimizerParts:
 
     @torch.no_grad()
     def restore(self, read: Callable[[int, str], State]) -> None:
-        """Set moments and step counts.
+        """Set the optimizer's moments and step counts.
 
-        read: returns the state of a parameter's local part for a layer and name, without `master`. If
-        parameters have no state, the optimizer stays fresh.
+        read: takes layer and name; returns the saved state of this tensor rank's part of that parameter,
+            without master weights. {}: no state is saved, and the optimizer stays fresh.
         """
         if self._stage == 0:
             self._restore_by_parameter(read)

@@ -1,5 +1,7 @@
-"""Optimizers under DeepSpeed: of the CPU, for offloaded state, and in groups that every pipeline stage
-has."""
+"""Builds optimizers for DeepSpeed, with the same parameter groups on every pipeline stage.
+
+It also builds DeepSpeedCPUAdam, for optimizer state that is kept on the CPU.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +19,12 @@ from megatron.training.optimizers import build_optimizer, parameter_groups
 
 
 def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups) -> torch.optim.Optimizer:
-    """Returns the optimizer of `build_optimizer`, or DeepSpeedCPUAdam.
+    """Returns the optimizer of `build_optimizer`, or DeepSpeedCPUAdam, over a stage's trained parameters.
 
-    DeepSpeed refuses an empty parameter group. If other pipeline stages have parameters for a group and this
-    one has none, the group gets a placeholder, one zero without gradient.
-    Raises ConfigError as `build_optimizer` does, if DeepSpeedCPUAdam cannot be compiled, and if an optimizer
-    of the CPU has weights on a GPU.
+    DeepSpeed refuses an empty parameter group. If this pipeline stage has no parameters for a group that
+    other stages have, its group gets a placeholder: one zero without gradient.
+    Raises ConfigError as `build_optimizer` does, if DeepSpeedCPUAdam cannot be compiled, or if an optimizer
+    that runs on the CPU gets weights on a GPU.
     """
     param_groups = parameter_groups(stage, args)
     specs = named_params(args)
@@ -39,7 +41,8 @@ def build_sharded_optimizer(stage: Stage, args: NeoXArgs, groups: ParallelGroups
 
 
 def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelGroups) -> None:
-    """Check that all pipeline stages own the same parameter groups; otherwise DeepSpeed's norm hangs."""
+    """Raise RuntimeError if pipeline stages have different parameter groups, with which DeepSpeed's norm
+    hangs."""
     names = [group["name"] for group in groups_of_stage]
     everyone = run_on_all_ranks_of(groups.group("pipe"), groups.size("pipe"), lambda: names)
     if any(stage_names != names for stage_names in everyone):
@@ -47,8 +50,8 @@ def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelG
 
 
 def on_cpu_adam(args: NeoXArgs) -> bool:
-    """Returns whether DeepSpeedCPUAdam makes the updates: by `optimizer`, or for Adam with state on the
-    CPU."""
+    """Returns whether DeepSpeedCPUAdam makes the updates: for `CPU_Adam`, and for Adam with offloaded
+    state."""
     offloaded = offload(args, "offload_optimizer") is not None
     return args.optimizer_name == "cpu_adam" or (args.optimizer_name in ("adam", "adamw") and offloaded)
 
@@ -60,20 +63,22 @@ def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optim
         return DeepSpeedCPUAdam(groups, lr=args.lr, betas=params["betas"], eps=params["eps"])
     except RuntimeError as problem:
         reason = " ".join(str(problem.__cause__ or problem).split())
-        text = f"{args.optimizer['type']} on the CPU is compiled at its first use, and was not ({reason}); install g++ "
-        raise args.error("optimizer.type", f"{text}and ninja, or write CPU_Torch_Adam") from problem
+        text = f"{args.optimizer['type']} on the CPU must be compiled, which failed ({reason}); install g++ and ninja"
+        raise args.error("optimizer.type", f"{text}, or write CPU_Torch_Adam") from problem
 
 
 def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
     on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
     if on_gpu and offload(args, "offload_optimizer") is None:
         fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
-        raise args.error("optimizer.type", f"{args.optimizer['type']} updates on the CPU; {fix}")
+        raise args.error("optimizer.type", f"{args.optimizer['type']} runs on the CPU, but weights are on a GPU; {fix}")
 
 
 def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns a saved `state_dict` fitted to this optimizer: its moments are the saved ones, its options
-    (weight decay, betas) the configured ones."""
+    """Returns a `state_dict` for this optimizer with the saved moments and the optimizer's own options.
+
+    Options are those of its parameter groups, such as weight decay and betas.
+    """
     state = {
         i: {key: fitting_step(value, optimizer) if key == "step" else value for key, value in param_state.items()}
         for i, param_state in saved["state"].items()
@@ -86,6 +91,5 @@ def fitting_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def fitting_step(step: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the step count in the type that this optimizer needs: int for DeepSpeedCPUAdam, else
-    unchanged."""
+    """Returns a step count in the type that the optimizer needs: int for DeepSpeedCPUAdam, else unchanged."""
     return int(step) if hasattr(optimizer, "ds_opt_adam") else step

@@ -1,5 +1,7 @@
-"""Adapts stages to DeepSpeed's pipeline engine: a stage as one layer, tied weights, stages that train
-nothing."""
+"""Adapts a model's stages to DeepSpeed's pipeline engine.
+
+Each stage becomes one of its layers. Tied weights, and stages that train nothing, need special care.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,10 +22,10 @@ from megatron.training.engine import StepLoss
 
 
 class PipeStage(nn.Module):
-    """A stage as the one layer that DeepSpeed's pipeline runs on this rank.
+    """Wraps a stage as the one layer that DeepSpeed's pipeline runs on this rank.
 
-    Every stage reads micro-batches from `batches` in the order of 1F1B's forwards; DeepSpeed passes only
-    hidden states.
+    Every stage takes the micro-batches from `batches`, in the order of 1F1B's forward passes. DeepSpeed
+    passes only hidden states between stages.
     """
 
     def __init__(self, stage: Stage, loss: StepLoss, groups: ParallelGroups) -> None:
@@ -32,7 +34,8 @@ class PipeStage(nn.Module):
         self.batches: Iterator[Batch] = iter(())
 
     def forward(self, received: Any) -> Any:
-        """Returns hidden states, or on the last stage the loss."""
+        """Returns the stage's hidden states, or on the last stage the scaled loss, of the next
+        micro-batch."""
         batch = next(self.batches)
         hidden = None if self.groups.is_first_stage else HiddenStates(*received)
         out = self.stage(hidden, batch, partial(self.loss.scaled_loss, batch=batch))
@@ -40,11 +43,10 @@ class PipeStage(nn.Module):
 
 
 class TiedGradient:
-    """Gives DeepSpeed's pipeline engine, as `grad`, the gradient of a tied weight; the engine sums it over
-    the copies.
+    """Shows DeepSpeed's pipeline engine the gradient of a tied weight as `grad`, which it sums over stages.
 
-    ZeRO with fp16 or offloaded bf16 weights keeps that gradient in `grad_accum`. Without this class the sum
-    would be empty, and the copies would drift apart.
+    ZeRO with fp16 or offloaded bf16 weights keeps that gradient in `grad_accum`, where the engine does not
+    look. Then nothing would be summed, and the copies of the weight would drift apart.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -54,7 +56,8 @@ class TiedGradient:
 
 
 class TiedPipelineModule(PipelineModule):
-    """A PipelineModule with our own copies of tied weights on several stages."""
+    """A PipelineModule whose tied weights are listed in `tied`, with the group of ranks that hold copies of
+    each."""
 
     tied: list[tuple[nn.Parameter, Any]] = []
 
@@ -65,8 +68,10 @@ class TiedPipelineModule(PipelineModule):
 def wrap_pipeline(
     stage: Stage, loss: StepLoss, groups: ParallelGroups, args: ModelArgs, optimized: Sequence[nn.Parameter]
 ) -> tuple[PipeStage, TiedPipelineModule]:
-    """Returns the stage in the form that DeepSpeed's pipeline engine runs. optimized: parameters of the
-    optimizer, placeholders too."""
+    """Returns a stage as a layer, and the PipelineModule around it that DeepSpeed's pipeline engine runs.
+
+    optimized: the optimizer's parameters, placeholders included.
+    """
     stage_ids = {id(param) for param in stage.parameters()}
     pipe = PipeStage(stage, loss, groups)
     pipe.placeholders = nn.ParameterList([param for param in optimized if id(param) not in stage_ids])
@@ -83,11 +88,11 @@ def wrap_pipeline(
 
 
 def truncate_backward(ds: Any, stage: Stage, trained: Sequence[nn.Parameter]) -> None:
-    """Let DeepSpeed's pipeline engine end its backward pass at the lowest trained layer, and send no gradient
-    below it.
+    """Make DeepSpeed's pipeline engine end its backward pass at the lowest trained layer.
 
-    trained: parameters of this stage's optimizer. Stages below have only a placeholder, or a tied embedding
-    whose gradient comes from the last stage. They run a dummy backward pass, which gives zeros.
+    No gradient is sent to stages below. Those train only a placeholder, or a tied embedding whose gradient
+    comes from the last stage. They run a dummy backward pass, which gives zeros. trained: parameters of this
+    stage's optimizer.
     """
     lowest, first_index, last = stage.lowest_trained, stage.specs[0].index, stage.specs[-1].index
     if first_index > lowest or lowest == 0:

@@ -1,6 +1,6 @@
 """Lists the private names of DeepSpeed that this package uses, and checks the installed DeepSpeed.
 
-It must have all of them, and must not be a version known for wrong gradients.
+The installed version must have all of these names, and must not be known for wrong gradients.
 """
 
 import re
@@ -15,10 +15,10 @@ from megatron.neox_arguments.validation.deepspeed_versions import FIX, wrong_dee
 class Private(NamedTuple):
     """A private name of DeepSpeed that this package uses.
 
-    location: its module; after a colon, its class.
-    name: with `()`, a method or function of that module or class; else an attribute that the module's code
-        sets on objects or parameters at run time.
-    purpose: what this package uses it for, as words after "to".
+    location: its module, and after a colon its class, such as `deepspeed.comm.comm` or `a.module:Class`.
+    name: with `()`, a method or function of that module or class; without, an attribute that the module's
+        code sets on objects or parameters at run time.
+    purpose: the reason for its use, worded to follow "to".
     """
 
     location: str
@@ -34,42 +34,50 @@ _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _FRAGMENT = "deepspeed.utils.tensor_fragment:tensor_fragment"
 _FP16 = "deepspeed.runtime.fp16.loss_scaler"
 
-# By the files that rely on them; blanks separate the names of one line.
+# In the order of this package's files. Spaces separate the names of a line.
 _RELIED_ON = (
     # attach
-    ("deepspeed.ops", "__compatible_ops__", "leave out an op that is compiled at start and only inference uses"),
+    ("deepspeed.ops", "__compatible_ops__", "avoid compiling an op that only inference uses"),
     ("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator", "is_fp16_supported()", "train in fp16 on a CPU"),
     ("deepspeed.runtime.zero.partition_parameters:Init", "_convert_to_zero_parameters()", "shard a model by layers"),
-    ("deepspeed.comm.comm", "cdb", "make no group on ranks that are not in it"),
+    ("deepspeed.comm.comm", "cdb", "create a process group only on its members"),
     # hooks
-    (_ENGINE, "_take_model_step()", "look at gradients before each update, and leave one out"),
+    (_ENGINE, "_take_model_step()", "read gradients before each update, and skip updates"),
     (_ZERO_1_2, "scaled_global_norm()", "let the norm see that a rank's gradients were not finite"),
     (_ZERO_3, "_get_norm_groups()", "let the norm see that a rank's gradients were not finite"),
     (_BF16, "get_grads_for_norm()", "let the norm see that a rank's gradients were not finite"),
     # engine
-    (_FP16, "raise_error_at_min_scale", "end a run of overflows as GPT-NeoX does"),
-    (_ZERO_1_2, "loss_scaler overflow", "know that an update was left out, and the loss scale"),
-    (_ZERO_3, "loss_scaler overflow", "know that an update was left out, and the loss scale"),
-    (_BF16, "overflow", "know that an update was left out"),
-    (_ENGINE, "micro_steps", "let a step have another number of micro-batches"),
-    (_PIPE, "total_loss", "see the loss before the update"),
+    (_FP16, "raise_error_at_min_scale", "allow as many fp16 overflows in a row as GPT-NeoX"),
+    (_ZERO_1_2, "loss_scaler overflow", "read the loss scale, and whether an update was skipped"),
+    (_ZERO_3, "loss_scaler overflow", "read the loss scale, and whether an update was skipped"),
+    (_BF16, "overflow", "read whether an update was skipped"),
+    (_ENGINE, "micro_steps", "change the number of micro-batches between steps"),
+    (_PIPE, "total_loss", "read the loss before the update"),
     (_PIPE, "reset_activation_shape()", "change the length of rows between steps"),
-    ("deepspeed.comm.comm", "comms_logger", "end its log with the run"),
+    ("deepspeed.comm.comm", "comms_logger", "end DeepSpeed's communication log with the run"),
     ("deepspeed.runtime.utils", "tensor_model_parallel", "count copies on tensor ranks once in the norm"),
     # pipeline
     ("deepspeed.runtime.constants", "ds_pipe_replicated", "count copies on pipeline stages once in the norm"),
-    ("deepspeed.runtime.pipe.schedule", "SendGrad() RecvGrad() BackwardPass()", "send no gradient further"),
-    ("deepspeed.utils.timer", "NoopTimer()", "leave out timers that keep CUDA events"),
-    (_ENGINE, "timers", "leave out timers that keep CUDA events"),
+    (
+        "deepspeed.runtime.pipe.schedule",
+        "SendGrad() RecvGrad() BackwardPass()",
+        "end the backward pass at the lowest trained layer",
+    ),
+    ("deepspeed.utils.timer", "NoopTimer()", "turn off timers that leak CUDA events"),
+    (_ENGINE, "timers", "turn off timers that leak CUDA events"),
     (_PIPE, "_INSTRUCTION_MAP pipe_buffers grad_layer", "send no gradient below the lowest trained layer"),
-    ("deepspeed.runtime.pipe.module:PipelineModule", "get_tied_weights_and_groups()", "sum gradients of copies"),
-    (_ZERO_1_2, "grad_accum", "find the gradients of copies"),
-    (_BF16, "_hp_grad", "find the gradients of copies"),
-    (_ENGINE, "_common_checkpoint_state()", "write what GPT-NeoX's files hold"),
+    (
+        "deepspeed.runtime.pipe.module:PipelineModule",
+        "get_tied_weights_and_groups()",
+        "sum gradients of tied weights over stages",
+    ),
+    (_ZERO_1_2, "grad_accum", "find the gradients of tied weights"),
+    (_BF16, "_hp_grad", "find the gradients of tied weights"),
+    (_ENGINE, "_common_checkpoint_state()", "write the entries of GPT-NeoX's checkpoint files"),
     (_ENGINE, "_get_zero_param_shapes()", "read the state of 8-bit Adam"),
-    (_FP16, "cur_scale cur_iter last_overflow_iter cur_hysteresis", "go on with the loss scale"),
+    (_FP16, "cur_scale cur_iter last_overflow_iter cur_hysteresis", "save and restore the loss scale"),
     # optimizers
-    ("deepspeed.ops.adam.cpu_adam", "ds_opt_adam", "give its step counts back as it counts"),
+    ("deepspeed.ops.adam.cpu_adam", "ds_opt_adam", "restore step counts in the type that it needs"),
     # optimizer_parts: which part of a parameter this rank holds
     ("deepspeed.runtime.base_optimizer", "_hp_mapping", "find weights and moments of ZeRO 1 and 2"),
     (_FRAGMENT, "hp_fragment hp_fragment_address param_group_index", "find weights and moments of ZeRO 1 and 2"),
@@ -99,7 +107,7 @@ def is_present(private: Private) -> bool:
 
 
 def check_version(installed: str) -> None:
-    """Raise RuntimeError for a DeepSpeed version that trains wrongly, or is older than any version
+    """Raise RuntimeError for a DeepSpeed version that computes wrong gradients, or is older than all we
     checked."""
     wrong = wrong_deepspeed(installed)
     if wrong is not None:
@@ -107,8 +115,8 @@ def check_version(installed: str) -> None:
 
 
 def check_deepspeed() -> None:
-    """Check the installed DeepSpeed: raises RuntimeError for a bad version (`check_version`) or a missing
-    private name."""
+    """Raise RuntimeError if the installed DeepSpeed is a bad version (`check_version`) or lacks a private
+    name."""
     check_version(version("deepspeed"))
     for private in PRIVATE_NAMES:
         if not is_present(private):
