@@ -64,9 +64,7 @@ def transformer_engine_norms() -> NormFunctions:
     Raises PackageProblem if Transformer-Engine cannot be imported.
     """
     types = import_compiled("transformer_engine.pytorch.constants", "TE_DType").TE_DType
-    kernels = import_module(
-        "transformer_engine_torch"
-    )  # its C++ extension, which the package loads when it is imported
+    kernels = import_module("transformer_engine_torch")  # the C++ extension, which importing the package loads
 
     def layer_norm(x: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         if weight is None:

@@ -78,7 +78,7 @@ def connect(groups: ParallelGroups) -> None:
         except RuntimeError as problem:
             ranks = dist.get_process_group_ranks(handle or dist.group.WORLD)
             raise StartError(
-                f"the ranks {ranks} of the {name} process group cannot connect to each other: {problem}"
+                f"the processes of the {name} group, ranks {ranks}, cannot connect to each other: {problem}"
             ) from problem
         assert count == size, (
             f"only {count} ranks took part in the first all-reduce of the {name} group of {size} ranks"

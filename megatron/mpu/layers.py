@@ -256,10 +256,10 @@ class Linear(nn.Module):
 
 
 class PartialSum(nn.Module):
-    """Ends a row-parallel layer whose product was computed elsewhere, such as experts: sums `x` over tensor
-    ranks.
+    """Ends a row-parallel layer whose product was computed elsewhere, such as experts: sums its input over
+    tensor ranks.
 
-    sum_in_place: the sum may overwrite `x`.
+    sum_in_place: the sum may overwrite the input.
     """
 
     bias: Tensor | None = None

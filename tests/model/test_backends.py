@@ -122,7 +122,7 @@ def test_the_table_at_start() -> None:
     rows = [
         ["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
         [
-            r"plain +flash +cudnn: .*9\.0 .*attention_backend: cudnn",
+            r"plain +flash +cudnn: .*9\.0.*attention_backend: cudnn",
             "over documents +efficient +flash: .*16.*; flex: .*16",
         ],
     ]

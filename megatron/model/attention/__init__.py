@@ -1,5 +1,7 @@
-"""Self-attention: the layer, its inputs and masks, and the backends (kernels) among which one is chosen per
-kind of call."""
+"""Self-attention: the layer, its inputs and masks, and the backends (kernels) that compute it.
+
+A backend is chosen for each kind of call, such as with a mask, over documents, or from a cache.
+"""
 
 from megatron.model.attention.backend_choice import AttentionBackends, choose_backends
 from megatron.model.attention.backends import AttentionOptions

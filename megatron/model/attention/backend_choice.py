@@ -153,7 +153,7 @@ def choose_backends(
     for the calls it supports, `attention_backend` for the others.
 
     Documents, shared prompts and windows run with a mask if no backend supports them without one. Position
-    biases and `math` always need a mask. On a CPU, only a named backend is tried without a mask.
+    biases and `math` always need a mask. If a backend is named on a CPU, only it is tried without a mask.
 
     log: gets a line or table with the choices.
     capability: compute capability of the GPU; None: read from the device. Ignored on a CPU.

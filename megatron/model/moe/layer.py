@@ -35,9 +35,8 @@ class Dispatcher(nn.Module):
         self.mlp = Experts(spec, groups)
         self.total, self.capacity_factor = spec.router.experts, spec.capacity_factor
         self.expert_group = groups.group("expert")
-        self.number = self.mlp.number * groups.size(
-            "expert"
-        )  # experts of this tensor rank, summed over the ranks of expert parallelism
+        # The experts of this tensor rank, counted over all ranks of expert parallelism.
+        self.number = self.mlp.number * groups.size("expert")
         self.first_expert = 0 if spec.sharded else groups.rank("tensor") * self.number
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
