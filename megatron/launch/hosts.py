@@ -165,7 +165,9 @@ def carried(env: Mapping[str, str]) -> dict[str, str]:
                 continue
             name, equals, value = line.strip().partition("=")
             if not equals:
-                raise LaunchError(f"{path}:{number}: {line!r} is not of the form NAME=VALUE; correct or remove it")
+                raise LaunchError(
+                    f"{path}:{number}: not of the form NAME=VALUE; correct or remove this line"
+                )  # a secret?
             variables[name] = value
     return variables
 

@@ -97,7 +97,7 @@ def test_what_goes_to_other_machines(tmp_path, monkeypatch):
     added = {"PYTHONPATH": f"{tmp_path}:/p", "WANDB_MODE": "offline", "A": "b=c"}
     assert carried({**carried_variables, **left, "PYTHONPATH": "/p"}) == carried_variables | added
     Path(".deepspeed_env").write_text("nonsense\n")
-    with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'nonsense' .*NAME=VALUE"):
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: (?!.*nonsense).*NAME=VALUE"):
         carried({})
 
 

@@ -28,9 +28,11 @@ def _log_lines(args: Any) -> list[str]:
     if keys.ga_dataset is None:
         return []
     count = ascent_steps(keys, 0, args.train_iters)
-    objective = f"minus the loss of {keys.ga_dataset}"
+    is_ascending = keys.ga_loss_type == "nll"
+    objective = f"minus the loss of {keys.ga_dataset}" if is_ascending else f"{keys.ga_loss_type} on {keys.ga_dataset}"
     if keys.gd_mode:
-        objective = f"{keys.gd_retain_weight:g} x the loss of {keys.gd_retain_dataset} {objective}"
+        plus = "" if is_ascending else "plus "
+        objective = f"{keys.gd_retain_weight:g} x the loss of {keys.gd_retain_dataset} {plus}{objective}"
     if not count:
         no_steps = f"none of {args.train_iters} steps trains on it (ga_mode: {keys.ga_mode}), so nothing is unlearned"
         return [f"ga_dataset: {no_steps}"]

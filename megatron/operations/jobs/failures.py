@@ -64,7 +64,8 @@ NOT_FINITE = Kind(
 )  # fmt: skip
 CONFIGURATION = Kind(
     "configuration", False,
-    r"error: \S+\.ya?ml(?::\d+)?: |ConfigError|error: \w[\w.]*: .*(?:asked for|unknown|expected|must be|does not fit)",
+    r"error: \S+\.ya?ml(?::\d+)?: |ConfigError|error: \w[\w.]*: .*(?:unknown|expected|must be|does not fit|is required|"
+    r"has no effect|[;:] (?:set|change|remove|raise|lower|correct|choose|install|add)\b)",
     "correct the file, line and key that the log names; `python deepy.py --dry-run train.py CONFIG` checks a "
     "configuration without a job",
 )  # fmt: skip
@@ -101,7 +102,7 @@ UNKNOWN = Kind("unknown", False, r"(?!)", "read the last lines of the log (below
 
 # In the order of search: the first kind with a matching line is chosen.
 KINDS = (
-    OUT_OF_MEMORY, FOLDER, PORT, LOCK, NODE, NOT_FINITE, DATA, CHECKPOINT, CONFIGURATION, DISK, TIME, STUCK,
+    OUT_OF_MEMORY, FOLDER, PORT, LOCK, NODE, NOT_FINITE, DATA, CHECKPOINT, DISK, CONFIGURATION, TIME, STUCK,
 )  # fmt: skip
 
 

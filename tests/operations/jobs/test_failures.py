@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.jobs.failures import FOLDER, KINDS, NODE, UNKNOWN, bad_node, classify
 from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.remedies import Remedy, free_lock, remedy
@@ -49,6 +49,17 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 def test_classes(line: str, kind: str) -> None:
     failure = classify(JOB, ["starting from freshly initialised weights", line])
     assert (failure.kind.name, failure.lines[-1]) == (kind, line)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"num_layers": 0}, {"lr_decay_stile": "linear"}, {"hidden_size": 30}, {"train_impl": "rm"},
+    {"precision": "fp8"}, {"lora": {"r": 0}}, {"train_batch_size": 0},
+])  # fmt: skip
+def test_errors_about_keys_that_no_file_sets(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as problem:
+        NeoXArgs.from_dict({**BASE, **wrong}, "--set")
+    for line in str(problem.value).splitlines():
+        assert classify(JOB, [f"train.py: error: {line.removeprefix('--set: ')}"]).kind.name == "configuration", line
 
 
 def test_what_slurm_says_comes_first_and_the_list_of_arguments_is_no_evidence() -> None:
