@@ -72,7 +72,7 @@ class Watchdog:
         try:
             yield
         except StopRequested as stop:
-            self._logger.info(f"{activity}: abandoned, because {stop} ends the run")
+            self._logger.info(f"{activity}: given up, because {stop} ends the run")
             raise
         finally:
             self._enter(previous, self._limit)
