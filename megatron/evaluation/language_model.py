@@ -6,6 +6,7 @@ It tokenizes, truncates and scores requests by the rules of lm-eval's `hf` backe
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -26,7 +27,7 @@ from megatron.process import look_for_stop
 MAXIMUM_TOKENS = 256  # most tokens of an answer if the task sets no limit
 _FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests per data rank in the first chunk; intended seconds per chunk
 # The generation_kwargs of a task that are accepted
-_IGNORED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_ACCEPTED = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 TokenizedRequest = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
 
@@ -183,7 +184,7 @@ class NeoXLM(TemplateLM):
             settings for generation.
         """
         kwargs = dict(normalize_gen_kwargs(gen_kwargs, MAXIMUM_TOKENS))
-        unknown = sorted(name for name in kwargs if name not in _IGNORED)
+        unknown = sorted(name for name in kwargs if name not in _ACCEPTED)
         if unknown:
             raise ValueError(f"generation_kwargs: {', '.join(unknown)}: not supported; remove from the task file")
         maximum = int(kwargs["max_gen_toks"])
@@ -207,10 +208,11 @@ class NeoXLM(TemplateLM):
             if self.model.args.eval_overlong == "skip":
                 self.num_skipped += 1
                 return None
-        sampling = SamplingParams()
+        penalty = float(kwargs.get("repetition_penalty") or 1.0)
+        sampling = SamplingParams(repetition_penalty=penalty)
         if kwargs.get("do_sample"):
             settings = {name: kwargs[name] for name in ("top_k", "top_p", "min_p") if kwargs.get(name) is not None}
-            sampling = SamplingParams(temperature=float(kwargs.get("temperature") or 1.0), **settings)
+            sampling = replace(sampling, temperature=float(kwargs.get("temperature") or 1.0), **settings)
         return Request(
             tokens=tuple(tokens[-room:]),
             sampling=sampling,

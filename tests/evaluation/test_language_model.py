@@ -35,6 +35,7 @@ WISHES: list[tuple[str, dict[str, Any]]] = [
     ("The sun", {"until": ["e", "\n"], "max_gen_toks": 8}),
     ("The sun", {"until": ".", "max_gen_toks": 20, "do_sample": False}), (LONG, {"until": [], "max_gen_toks": 5}),
     ("Once upon", {"max_gen_toks": 30, "temperature": 0.0}), ("Größe", {"until": ["zzz"], "max_new_tokens": 12}),
+    ("The sun", {"max_gen_toks": 20, "repetition_penalty": 1.5}),
 ]  # fmt: skip
 
 

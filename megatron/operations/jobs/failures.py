@@ -79,7 +79,7 @@ DATA = Kind(
 )  # fmt: skip
 CHECKPOINT = Kind(
     "checkpoint", False,
-    r"CheckpointError|manifest\.json|global_step\d+.*(?:damaged|incomplete|missing|differs)|differ in",
+    r"CheckpointError|manifest\.json|global_step\d+.*(?:damaged|incomplete|missing|differs)",
     "find the damaged files with tools/ckpts/verify.py; load_fallback: true loads the checkpoint before this one",
 )  # fmt: skip
 DISK = Kind(
