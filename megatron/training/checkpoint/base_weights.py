@@ -64,7 +64,7 @@ def base_source(args: NeoXArgs, base: Mapping[str, Any], groups: ParallelGroups,
             fix = "initial values depend on seed, init_method, output_layer_init_method and device type: restore these"
         base_words = "the initial values here" if path is None else path
         raise CheckpointError(
-            f"{adapters}: its adapters were trained on other base weights than {base_words} ({place}); {fix}"
+            f"{adapters}: its adapters were trained on other weights than {base_words} ({place}); {fix}"
         )
     return source
 

@@ -389,7 +389,7 @@ class CheckpointLoader:
                 examples = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
                 remaining = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise CheckpointError(
-                    f"trainable ({self.args.origin('trainable')}): this run does not train the parameters of the run of "
+                    f"trainable ({self.args.origin('trainable')}): this run trains other parameters than the run of "
                     f"{files.path}: {examples}{remaining} are trained {place} only; restore trainable, or set "
                     "no_load_optim: true to resume from its weights with a fresh optimizer"
                 )

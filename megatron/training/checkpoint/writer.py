@@ -150,7 +150,7 @@ class CheckpointWriter:
             copied, held = list(states), self._copies.held
             note = f" (from {readable_size(held)} of page-locked memory, which later saves use again)" if held else ""
             self.logger.info(
-                f"copied a checkpoint in {time.monotonic() - start_time:.2f} s; it is written while training goes on{note}"
+                f"copied a checkpoint in {time.monotonic() - start_time:.2f} s; it is written while steps go on{note}"
             )
             self._writer.start(lambda: self._write(temporary, iter(copied)), finish)
         else:

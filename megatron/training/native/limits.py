@@ -76,7 +76,7 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
         # torch requires the recomputation to run the same operations, but `fully_shard` hooks the experts.
         yield (
             f"{args.origin('recompute_granularity')}: recompute_granularity: selective works with expert_parallel_size "
-            f"{args.cite('expert_parallel_size')} only at ZeRO stage 0; write full"
+            f"{args.cite('expert_parallel_size')} only at ZeRO 0; write full"
         )
     key = "zero_optimization.zero_hpz_partition_size"
     neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
