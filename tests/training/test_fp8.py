@@ -65,7 +65,7 @@ def test_keys_say_which_blocks_and_what_does_not_fit_is_named() -> None:
     classes, lines = products(precision_fp8="mxfp8", te_fp8_wgrad=False, **ALL_BLOCKS)  # the MLP is 48 wide
     linears = {name.rpartition(".")[2] for name, product in classes.items() if product == "MXProduct"}
     assert linears == {"query_key_value", "dense", "linear1", "8"}
-    assert re.search("0 to 3 of 4.*output layer.*without gradients of weights", lines[0])
+    assert re.search("0 to 3 of 4.*output layer.*weight gradients in bf16", lines[0])
     assert re.search(r"bf16.*multiples of 32.*4 x mlp.linear2 \[32, 48\]", lines[0])
     assert set(products()[0].values()) == {"PlainProduct"} and products()[1] == []
     with pytest.raises(ConfigError, match="precision_fp8.*multiples of 16"):

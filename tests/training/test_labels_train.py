@@ -197,7 +197,7 @@ def one_process_rows(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFa
     losses = [row["train/lm_loss"] for row in rows]
     untrained = [n for n, loss in enumerate(losses, 1) if loss is None]
     assert untrained and len(untrained) < len(losses) == 6
-    assert f"step {untrained[0]}: none of its tokens is trained" in output
+    assert re.search(f"step {untrained[0]}: .*none of its tokens is trained", output)
     assert "run finished at iteration 6" in output and "not finite" not in output
     assert all(row.get("train/untrained_steps", 0) == (n in untrained) for n, row in enumerate(rows, 1))
     assert not any(row["train/skipped_steps"] for row in rows), "they are counted apart"
@@ -228,7 +228,7 @@ def test_a_step_without_a_trained_token_is_no_overflow(tmp_path: Path) -> None:
     fp16 = {"precision": "fp16", "fp16": {"hysteresis": 1}}
     output, rows = steps_of("plain", config(LLAMA, chats(tmp_path, 0), fp16), tmp_path / "run")
     assert len({row["train/loss_scale"] for row in rows}) == 1 and len(rows) == 6
-    assert re.search("step 4: none of its tokens is trained.* 4 such steps", output)
+    assert re.search("step 4: .*none of its tokens is trained.* 4 such steps", output)
 
 
 @pytest.mark.parametrize("layout", cells(["plain", "pp2", "zero3"], ["zero1"]))

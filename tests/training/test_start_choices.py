@@ -49,7 +49,7 @@ TRITON_NOTE = "auto: Triton and a C compiler"
     ({}, "native", CPU, (0, 0), True, {"gcc", "g++"}, False, "auto: .*CPU"),
     ({"te_backend": "transformer_engine"}, "native", GPU, (9, 0), True, {"gcc"}, False, "auto: te_backend"),
     (ZERO_3, "native", GPU, (9, 0), True, {"gcc"}, "block", TRITON_NOTE),
-    (ZERO_3, "deepspeed", GPU, (9, 0), True, {"gcc"}, False, "auto: DeepSpeed.*ZeRO 3"),
+    (ZERO_3, "deepspeed", GPU, (9, 0), True, {"gcc"}, False, "auto: .*DeepSpeed.*ZeRO 3"),
     ({"compile": "block-max"}, "native", CPU, (0, 0), False, set(), "block-max", "program"),
     ({"compile": False}, "native", GPU, (9, 0), True, {"gcc"}, False, "program"),
 ])  # fmt: skip

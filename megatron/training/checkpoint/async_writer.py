@@ -1,4 +1,4 @@
-"""Writing a checkpoint beside the steps that follow: one at a time, by a thread on each rank."""
+"""Writes a checkpoint while training continues: one at a time, by a thread on each rank."""
 
 import atexit
 import os
@@ -14,14 +14,14 @@ from megatron.distributed import run_on_all_ranks_of
 from megatron.mpu import ParallelGroups
 
 T = TypeVar("T")
-_LONGEST_WRITE = timedelta(hours=12)  # of the slowest rank; the others only wait for it
+_LONGEST_WRITE = timedelta(hours=12)  # the time that the slowest rank may take, for which the others wait
 
 
 class BackgroundWriter:
-    """Writes checkpoints by a thread on each rank. The threads use their own process group, apart from the
-    steps.
+    """Writes checkpoints by a background thread on each rank.
 
-    problem: the exception of the last write, the same on every rank; a failed write is not retried.
+    The threads communicate in a process group of their own. problem: the exception of the last write, the
+    same on every rank; None without one. A failed write is not retried.
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
@@ -32,11 +32,12 @@ class BackgroundWriter:
         atexit.register(self._leave)
 
     def start(self, write: Callable[[], T], finish: Callable[[list[T]], None]) -> None:
-        """Run `write` on every rank, then `finish` on rank 0 with the results of all. All ranks call it
-        together, and only after `wait`."""
+        """Begin to run `write` on every rank, and then `finish` on rank 0 with the results of all ranks.
+
+        All ranks call it together, and only after `wait`.
+        """
         assert self._thread is None
-        # A daemon: a run that fails does not stay for the rest of a checkpoint, which would never become
-        # visible.
+        # A daemon thread, so that a run that fails does not wait for a checkpoint that would stay invisible.
         self._thread = threading.Thread(target=self._work, args=(write, finish), name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -45,7 +46,7 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until no write is under way. Raises the write's exception, once."""
+        """Wait until no write is in progress. If the last write failed, raise its exception, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -54,9 +55,10 @@ class BackgroundWriter:
             raise problem
 
     def _leave(self) -> None:
-        """End a failed process whose thread still writes, with exit code 1.
+        """At the end of a failed process whose thread still writes, exit with code 1.
 
-        In a collective, the thread would make the interpreter's clean-up abort with exit code 134.
+        Otherwise, if the thread is in a collective, the interpreter's clean-up would abort with exit code
+        134.
         """
         if self._thread is not None and self._thread.is_alive():
             sys.stdout.flush()
@@ -67,5 +69,5 @@ class BackgroundWriter:
         try:
             results = run_on_all_ranks_of(self._group, self._size, write)
             run_on_all_ranks_of(self._group, self._size, lambda: finish(results) if self._is_first_rank else None)
-        except Exception as problem:  # told to the training loop, which asks after every step
+        except Exception as problem:  # the training loop checks `problem` after every step
             self.problem = problem

@@ -1,6 +1,6 @@
-"""Sets the initial values of adapters (`lora`), and identifies the base weights below them.
+"""Sets the initial values of adapters (`lora`), and records and finds their base weights.
 
-So a checkpoint that holds only adapters finds its base weights.
+A checkpoint that holds only adapters records its base weights, so that they are found again.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,10 @@ from megatron.training.engine import Engine
 
 
 def weight_digests(args: NeoXArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, str]:
-    """Returns a digest of each weight file of a source. The ranks share the work.
+    """Returns the digest of each weight file of a checkpoint or HuggingFace folder, by name. Ranks share the
+    work.
 
-    A source without path stands for initial values: its entries are the settings that determine them.
+    For a source without path, fresh initial values, it returns the settings that determine these.
     """
     if source.path is None:
         methods = args.init_method, args.output_layer_init_method, args.init_method_std
@@ -41,15 +42,17 @@ def weight_digests(args: NeoXArgs, source: CheckpointSource, groups: ParallelGro
 
 
 def describe_base(args: NeoXArgs, source: CheckpointSource, groups: ParallelGroups) -> dict[str, Any]:
-    """Returns the manifest's record of the weights below adapters: their path and their digest."""
+    """Returns the path and the digest of the base weights of adapters, as manifests record them (`base`)."""
     return base_record(source.path, weight_digests(args, source, groups))
 
 
 def base_source(args: NeoXArgs, base: Mapping[str, Any], groups: ParallelGroups, adapters: Path) -> CheckpointSource:
-    """Returns the source of the weights below the checkpoint `adapters`: `lora.base`, or the path in its
-    manifest (`base`).
+    """Returns the source of the base weights of a checkpoint that holds only adapters.
 
-    Raises CheckpointError where these weights are missing or differ from those the adapters were trained on.
+    It is `lora.base` if set, else the path in the checkpoint's manifest. base: the manifest's record.
+    adapters: path of the checkpoint.
+    Raises CheckpointError if the base weights are missing, or are not those that the adapters were trained
+    on.
     """
     requested = args.lora["base"] if args.lora is not None else None
     path = requested or base["path"]
@@ -58,9 +61,7 @@ def base_source(args: NeoXArgs, base: Mapping[str, Any], groups: ParallelGroups,
     if describe_base(args, source, groups)["digest"] != base["digest"]:
         fix = "set lora.base to the checkpoint that they were trained on"
         if path is None:
-            fix = (
-                "they are a function of seed, init_method, output_layer_init_method and kind of device: set these back"
-            )
+            fix = "initial values depend on seed, init_method, output_layer_init_method and device type: restore these"
         base_words = "the initial values here" if path is None else path
         raise CheckpointError(
             f"{adapters}: its adapters were trained on other weights than {base_words} ({place}); {fix}"
@@ -74,7 +75,7 @@ def _find_base(path: str | None, is_requested: bool, place: str) -> CheckpointSo
     if is_hf(path):
         return CheckpointSource(find_hf(path), False, is_hf=True)
     if not Path(path).is_dir():
-        raise CheckpointError(f"{path}: base weights of adapters not found ({place}); set lora.base to their folder")
+        raise CheckpointError(f"{path}: no such folder of base weights ({place}); set lora.base to their folder")
     return CheckpointSource(
         find_checkpoint(path) if is_requested and read_manifest(path) is None else Path(path), False
     )
@@ -82,9 +83,9 @@ def _find_base(path: str | None, is_requested: bool, place: str) -> CheckpointSo
 
 @torch.no_grad()
 def begin_adapters(engine: Engine) -> None:
-    """Set the initial values of adapters that depend on the model's weights, one layer after another.
+    """Set those initial values of adapters that depend on the model's weights, one layer after another.
 
-    These are DoRA's magnitudes and the copies of `modules_to_save`. All ranks call it together.
+    They are DoRA's magnitudes and the copies of `modules_to_save`. All ranks call it together.
     """
     groups, stage = engine.groups, engine.stage
     params = parameters_with_specs(stage, engine.args)

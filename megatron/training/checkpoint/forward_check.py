@@ -1,5 +1,7 @@
-"""Logits of a fixed batch, kept in a checkpoint and compared after loading it
-(`checkpoint_validation_with_forward_pass`)."""
+"""Stores the logits of a fixed batch in a checkpoint, and compares them after loading it.
+
+The key `checkpoint_validation_with_forward_pass` turns this on.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,14 +16,17 @@ from megatron.distributed import run_on_all_ranks
 from megatron.mpu import HeadInput
 from megatron.training.engine import Engine
 
-# In units of the largest logit. Sums in another order (layout, kernel, device) stay below; a wrong tensor is
-# far above.
+# Allowed difference, in units of the largest logit. Another layout, kernel or device stays below; a wrong
+# weight is far above.
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}
 
 
 def fixed_logits(engine: Engine) -> Tensor | None:
-    """Returns the logits `[seq, vocab/T]` of the tokens 0, 1, 2, ... (GPT-NeoX's batch), on the CPU; None
-    except on the last stage. All ranks call it together."""
+    """Returns the logits of the tokens 0, 1, 2, ..., as GPT-NeoX's check uses them: `[seq, vocab/T]` on the
+    CPU.
+
+    None except on the last pipeline stage. All ranks call it together. T: number of tensor ranks.
+    """
     tokens = torch.arange(engine.args.seq_length).remainder(engine.args.padded_vocab_size).unsqueeze(0)
     logits: list[Tensor] = []
 
@@ -35,15 +40,15 @@ def fixed_logits(engine: Engine) -> Tensor | None:
 
 
 def check_forward(engine: Engine, checkpoint: OpenCheckpoint, say: Callable[[str], None]) -> None:
-    """Compare the model's logits with those stored in the checkpoint, in any layout. All ranks call it
-    together.
+    """Compare the model's logits for the fixed batch with those stored in the checkpoint, in any layout.
 
-    Raises CheckpointError with the largest difference if the logits differ too much.
+    All ranks call it together. Raises CheckpointError with the largest difference if logits differ too much.
     """
     logits, groups, path = fixed_logits(engine), engine.groups, checkpoint.path
 
     def compare() -> tuple[float, float] | None:
-        """(largest difference, largest logit) over this rank's part of the vocabulary."""
+        """Returns (largest difference, largest logit) over this rank's part of the vocabulary; None without
+        logits."""
         names = [file.name for _, file in sorted(model_files(path).items())] if logits is not None else []
         parts = _stored([checkpoint.tensors(name) for name in names], checkpoint.manifest) if names else []
         if logits is None or not parts:
@@ -53,29 +58,32 @@ def check_forward(engine: Engine, checkpoint: OpenCheckpoint, say: Callable[[str
         if engine.args.score_head:  # replicated on every rank
             parts, is_same_split = parts[:1] * size, True
         stored = parts[rank] if is_same_split else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
-        # Causal: the first logits do not depend on how many follow.
+        # The model is causal: if seq_length changed, the first logits still agree.
         rows = min(len(logits), len(stored))
         a, b = logits[:rows].float(), stored[:rows].float()
         return float((a - b).abs().nan_to_num(torch.inf).max()), float(b.abs().max())
 
     comparisons = [pair for pair in run_on_all_ranks(groups, compare) if pair is not None]
     if not comparisons:
-        say(f"{path} holds no {LOGITS}: it is not checked with a forward pass")
+        say(f"{path} holds no {LOGITS}, so it is not checked with a forward pass")
         return
     difference, largest = (max(values) for values in zip(*comparisons, strict=True))
     limit = TOLERANCE[engine.args.params_dtype] * largest
     if not difference <= limit:  # NaN too
         raise CheckpointError(
             f"{path}: logits of the fixed batch differ by up to {difference:.3g} from those it was saved with "
-            f"(allowed: {limit:.3g}); the weights or the model are not what was saved: compare the config, load "
+            f"(allowed: {limit:.3g}), so weights or model are not those that were saved: compare the config, load "
             "another `iteration`, or set checkpoint_validation_with_forward_pass: false"
         )
     say(f"{path} gives the logits it was saved with (largest difference {difference:.3g})")
 
 
 def _stored(states: list[Mapping[str, Any]], manifest: Manifest | None) -> list[Tensor]:
-    """Returns the parts of the vocabulary, in order of tensor ranks. GPT-NeoX's files may hold more parts:
-    those of the last stage count."""
+    """Returns the stored logits: one part of the vocabulary for each tensor rank, in order.
+
+    GPT-NeoX's files may hold more parts; only those of the last pipeline stage count. states: the model
+    files.
+    """
     parts = [state[LOGITS] for state in states if state.get(LOGITS) is not None]
     tensor = manifest.layout.tensor if manifest is not None else states[0].get("args", {}).get("model_parallel_size", 1)
     return parts[-tensor:]

@@ -1,7 +1,7 @@
-"""Copies of a GPU's tensors in page-locked host memory, for checkpoints.
+"""Copies a GPU's tensors to page-locked host memory, for checkpoints.
 
-The device writes to page-locked memory itself, at the speed of the bus. Later saves use the memory again,
-since locking takes longer than a copy.
+A GPU writes to page-locked memory at the full speed of the bus. Later saves use the memory again, because
+locking memory takes longer than a copy.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from torch import Tensor
 from megatron.checkpointing import readable_size
 from megatron.mpu.memory import free_host_memory
 
-# Of the memory that is free: a copy that would need more is not made, and that save is waited for.
+# The share of free memory that a copy may take. If it would take more, the run waits for the save instead.
 _COPY_AT_MOST = 0.8
 
 
 @dataclass(frozen=True)
 class PageLocking:
-    """The functions that lock memory for a device.
+    """The functions by which host memory is page-locked for a device.
 
-    lock: takes address and bytes; raises RuntimeError if it fails.
+    lock: takes an address and a number of bytes; raises RuntimeError if it fails.
     unlock: takes the address.
-    wait: returns when all copies begun so far are done.
+    wait: returns when all copies that have begun are complete.
     """
 
     lock: Callable[[int, int], None]
@@ -37,13 +37,14 @@ class PageLocking:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of a rank's machine, and the memory that the rank's part of a checkpoint needs.
+    """The free memory of a rank's machine, and the memory that a copy of the rank's part of a checkpoint
+    takes.
 
     machine: name of the machine.
     size: bytes that the rank saves.
-    held: bytes of page-locked memory that the rank already has for them.
+    held: bytes of page-locked memory that the rank already has for the copy.
     free: free bytes of the machine.
-    problem: as in `HostCopies`.
+    problem: why no more memory could be page-locked; None without a problem.
     """
 
     machine: str
@@ -54,15 +55,18 @@ class RankMemory:
 
 
 def lacks_memory(ranks: Sequence[RankMemory]) -> str | None:
-    """Returns a message about the first machine whose memory is too small to copy its ranks' parts of a
-    checkpoint; None if all have enough."""
+    """Returns a message about the first machine with too little free memory to copy its ranks' checkpoint
+    files.
+
+    None if all machines have enough.
+    """
     for machine in sorted({rank.machine for rank in ranks}):
         machine_ranks = [rank for rank in ranks if rank.machine == machine]
         free = min(rank.free for rank in machine_ranks)
         num_bytes = sum(max(0, rank.size - rank.held) for rank in machine_ranks)
         if num_bytes > _COPY_AT_MOST * free:
             return (
-                f"{machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
+                f"{machine} has {readable_size(free)} of free memory, too little for a copy of the checkpoint of "
                 f"{readable_size(num_bytes)}"
             )
     return None
@@ -71,25 +75,24 @@ def lacks_memory(ranks: Sequence[RankMemory]) -> str | None:
 class HostCopies:
     """Makes CPU copies of tensors that later steps change. Copies are contiguous, each with its own storage.
 
-    With `locking`, copies of tensors on `device` lie in page-locked memory; read them only after `wait`. Such
-    memory is used again as soon as nothing refers to its last copy, so never while a writer reads it. It
-    stays with the process. Its size is the most that was in use at once, each tensor rounded up to whole
-    pages (4 KiB): with `async_save` all that this rank writes of a checkpoint (one copy exists at a time),
-    else two files of each kind.
+    With `locking`, copies of tensors on `device` are in page-locked memory; read them only after `wait`.
+    Memory is used for another copy once nothing refers to the previous copy in it, and is kept until the
+    process ends. Its size is the most that was in use at once, with each tensor rounded up to whole pages (4
+    KiB): with `async_save` this rank's part of a checkpoint, else two files of each kind.
 
     locking: the device's functions; None: copies are in ordinary memory, and `copy` waits for them.
     held: bytes of page-locked memory.
-    problem: why no more memory could be locked; further copies are then ordinary ones.
+    problem: why no more memory could be locked; further copies are then in ordinary memory.
     """
 
     def __init__(self, device: torch.device, locking: PageLocking | None) -> None:
         self._device, self._locking = device, locking
-        self._free: dict[int, list[_Pages]] = {}  # by bytes: layers, and saves, have tensors of the same sizes
+        self._free: dict[int, list[_Pages]] = {}  # by bytes, because layers and saves have tensors of equal sizes
         self.held = 0
         self.problem: str | None = None
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a CPU copy of `tensor`; page-locked, it may be incomplete until `wait`."""
+        """Returns a CPU copy of `tensor`. In page-locked memory it may be incomplete until `wait`."""
         tensor = tensor.detach()
         copied = self._locked_like(tensor) if tensor.device.type == self._device.type and tensor.numel() else None
         if copied is None:
@@ -97,17 +100,16 @@ class HostCopies:
         return copied.copy_(tensor, non_blocking=True)
 
     def memory_for(self, size: int) -> RankMemory:
-        """Returns how much memory this machine and this object have for copies of `size` bytes."""
+        """Returns the memory that this machine and this object have for copies of `size` bytes."""
         return RankMemory(platform.node(), size, self.held, free_host_memory(unknown=1 << 62), self.problem)
 
     def wait(self) -> None:
-        """Wait until all copies have arrived."""
+        """Wait until all copies are complete."""
         if self._locking is not None:
             self._locking.wait()
 
     def _locked_like(self, tensor: Tensor) -> Tensor | None:
-        """Returns page-locked memory for a contiguous copy of a non-empty tensor; None where there is
-        none."""
+        """Returns page-locked memory for a contiguous copy of a non-empty tensor; None if there is none."""
         if self._locking is None:
             return None
         size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -115,8 +117,8 @@ class HostCopies:
         pages = free.pop() if free else self._lock_pages(size, self._locking)
         if pages is None:
             return None
-        # The storage that torch makes keeps this object, and nothing else does: it ends with the last tensor.
-        # A storage of its own, and of its size, is also what torch.save writes whole.
+        # Only torch's storage refers to this object, so it ends with the last tensor. Each tensor has a
+        # storage of its own size, because torch.save writes whole storages.
         page_view = memoryview(pages.memory)
         weakref.finalize(page_view, free.append, pages).atexit = False
         return torch.frombuffer(page_view, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
@@ -139,38 +141,40 @@ class HostCopies:
 
 
 class _Pages:
-    """Page-locked memory of `size` bytes, a multiple of the page; unlocked when this object ends.
+    """Page-locked memory of `size` bytes, a multiple of the page size. It is unlocked when this object ends.
 
-    torch's own allocator of such memory would round it up to a power of two. Raises RuntimeError or OSError.
+    torch's allocator of page-locked memory would round sizes up to a power of two. Raises RuntimeError or
+    OSError if the memory cannot be locked.
     """
 
     def __init__(self, size: int, locking: PageLocking) -> None:
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A page that a forked process shares is copied when it is next written, and the device would go on
-        # writing the old one.
+        # Without this, after a fork the next write would copy the page, and the device would write the old
+        # one.
         self.memory.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         page_bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        page_bytes[:: mmap.PAGESIZE].zero_()  # by all threads; locking would make the pages one by one
+        page_bytes[:: mmap.PAGESIZE].zero_()  # allocates the pages by all threads; locking would allocate one by one
         locking.lock(page_bytes.data_ptr(), size)
         unlocking = weakref.finalize(self, locking.unlock, page_bytes.data_ptr())
-        unlocking.atexit = False  # the end of a process unlocks, too
+        unlocking.atexit = False  # a process that ends unlocks its memory anyway
 
 
 def host_copies(device: torch.device) -> HostCopies:
-    """Returns the copies for tensors on `device`: page-locked where that is a GPU."""
+    """Returns an object that copies tensors of `device` to the CPU, to page-locked memory if that is a
+    GPU."""
     return HostCopies(device, _cuda_page_locking(device) if device.type == "cuda" else None)
 
 
 def _cuda_page_locking(device: torch.device) -> PageLocking:
-    """Locks memory by cudaHostRegister
+    """Returns functions that lock memory by cudaHostRegister
     (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)."""
 
     def lock(address: int, size: int) -> None:
         code = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # cudaHostRegisterPortable
         if code != 0:
-            # The runtime keeps the failure for the next kernel that is launched, which raises it as its own.
+            # The runtime keeps this error and raises it at the next kernel launch, so launch one here.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=device).add_(1)
             raise torch.cuda.CudaError(code)

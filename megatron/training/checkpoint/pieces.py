@@ -1,6 +1,6 @@
-"""Small parts of saving: when HuggingFace's format is due, its layers one by one, a state as bytes.
+"""Helper functions for saving: HuggingFace exports, states as bytes, empty folders.
 
-And the lock by which a folder of checkpoints is one run's alone.
+It also has the lock that reserves a folder of checkpoints for one run.
 """
 
 import fcntl
@@ -20,39 +20,43 @@ from megatron.neox_arguments import NeoXArgs
 
 
 def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
-    """Returns whether HuggingFace's format is written after this iteration."""
+    """Returns whether `save_hf` asks for an export in HuggingFace's format after this iteration."""
     if args.save_hf is None:
         return False
     return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
 
 
 def layers_unless(look: Callable[[], None], layers: Iterable[int], count: int) -> Iterator[int]:
-    """Yields the layers, as `export_hf` takes them. look: called before each; an exception ends the
-    export."""
+    """Yields `layers`, and calls `look` before each; an exception of `look` ends the export.
+
+    It has the signature of the argument `progress` of `export_hf`.
+    """
     for layer in layers:
         look()
         yield layer
 
 
 def serialised(state: Any) -> bytes:
-    """Returns a state as bytes: a copy of tensors that the next step changes in place."""
+    """Returns a state as the bytes that torch.save writes, because the next step changes its tensors in
+    place."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def empty_folder(parent: Path, folder: Path) -> None:
-    """Make `folder` within `parent`, after deleting everything else in `parent`."""
-    shutil.rmtree(parent, ignore_errors=True)  # of an interrupted save
+    """Delete `parent` with its content, then make the folder `folder`, which is within `parent`."""
+    shutil.rmtree(parent, ignore_errors=True)  # may be left from an interrupted save
     folder.mkdir(parents=True)
 
 
 def lock_folder(save: Path) -> Any:
-    """Returns an open, locked file in `save`; creates the folder if needed. Raises CheckpointError.
+    """Lock the folder `save`, and return the open lock file; creates the folder if needed.
 
-    The lock ends with the process, however that ends. It is no `flock`: data workers would inherit that and
-    hold it for seconds after the process has died. The file names its holder: host, pid, and Slurm's job or
-    null. By it `tools/jobs.py submit` recognises a stale lock.
+    The lock ends with the process, however that ends. It is not a `flock`, because data workers would inherit
+    that and hold it for seconds after the process has died. The file names host, pid, and Slurm job (or null)
+    of the process, by which `tools/jobs.py submit` recognises a stale lock.
+    Raises CheckpointError if another run holds the lock, or the folder cannot be written.
     """
     try:
         save.mkdir(parents=True, exist_ok=True)
@@ -61,7 +65,7 @@ def lock_folder(save: Path) -> Any:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as problem:  # either, says POSIX
+    except (BlockingIOError, PermissionError) as problem:  # POSIX allows either
         text = f"{save}: another run is writing there; wait for it to end, or set another save"
         raise CheckpointError(text) from problem
     except OSError as problem:

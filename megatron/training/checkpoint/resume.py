@@ -1,4 +1,4 @@
-"""Loads the checkpoints of a run: how it starts and resumes, in every layout. `writer.py` saves them."""
+"""Loads what a run starts or resumes from, in every parallel layout. `writer.py` saves checkpoints."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -61,10 +61,11 @@ def _words(source: CheckpointSource) -> str:
 
 
 class CheckpointLoader:
-    """Loads what a run starts or goes on from.
+    """Loads the weights and the state from which a run starts or resumes.
 
-    All ranks call every method together; an exception on one rank is raised on all. origin: of the run, once
-    `resume` has returned. adapters_begin: the run started with fresh adapters, not with another run's.
+    All ranks call every method together; an exception on one rank is raised on all. origin: facts about the
+    run's start, valid once `resume` has returned. adapters_begin: the run started with fresh adapters, not
+    with trained ones.
     """
 
     def __init__(self, run: RunParts) -> None:
@@ -72,8 +73,11 @@ class CheckpointLoader:
         self.source, self.origin, self.adapters_begin = run.source, Origin(run.schedule), False
 
     def resume(self) -> TrainingProgress:
-        """Start as the configuration says: resume from `save` if it holds this run, else from `load`, else
-        with fresh weights."""
+        """Load the run's state from `save` if it holds this run, else what `load` names; else use fresh
+        weights.
+
+        Returns the run's progress.
+        """
         args = self.args
         source, goes_on = self.source.path, self.source.goes_on
         if source is None:
@@ -87,7 +91,9 @@ class CheckpointLoader:
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
             return self._beginning()
         its_manifest = read_manifest(source)
-        imported = its_manifest is not None and not its_manifest.data and not its_manifest.optimizer  # of no run
+        imported = (
+            its_manifest is not None and not its_manifest.data and not its_manifest.optimizer
+        )  # weights without a run
         if imported or (args.finetune and not goes_on):
             checkpoint = self._verified(source)
             if not self._load_weights(source, checkpoint, begins=True):
@@ -102,15 +108,21 @@ class CheckpointLoader:
         return TrainingProgress(method_state=self.run.method.initial_state())
 
     def load_weights_of(self, source: CheckpointSource) -> None:
-        """Load the weights of another source, before `resume`. A source without path needs no loading."""
+        """Load the weights of another source, such as a reference model's, before `resume`.
+
+        A source without path stands for fresh weights, which the engine already has.
+        """
         if source.path is not None and source.is_hf:
             self._load_weights(source.path, None, load_hf_weights)
         elif source.path is not None:
             self._load_weights(source.path, self._verified(source.path))
 
     def _verified(self, path: Path, optimizer: bool = False) -> OpenCheckpoint:
-        """Returns the checkpoint after checking every file against its manifest, and that weights, and with
-        `optimizer` its state, are finite. The ranks share the work."""
+        """Returns the checkpoint, after checking its files. The ranks share the work.
+
+        Every file must match the manifest, and weights must be finite; with `optimizer` also the optimizer's
+        state.
+        """
         checkpoint = run_on_each_rank(self.groups, lambda: OpenCheckpoint(path))
         manifest = checkpoint.manifest
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
@@ -124,9 +136,10 @@ class CheckpointLoader:
     ) -> bool:
         """Load the weights at `path`; return whether the model got a fresh score head.
 
-        checkpoint: `path` opened; None for a HuggingFace folder. begins: a reward model may start from the
-        weights of a language model, with a fresh score head. With `lora`, a checkpoint without adapters gets
-        fresh adapters. Adapters saved alone are loaded over the weights they were trained on.
+        checkpoint: the opened checkpoint; None for a HuggingFace folder. begins: the run starts here, so a
+        reward model may take the weights of a language model and a fresh score head.
+        With `lora`, a checkpoint without adapters gets fresh ones. For a checkpoint that holds only adapters,
+        their base weights are loaded first.
         """
         manifest = None if checkpoint is None else checkpoint.manifest
         if self.args.lora is None:
@@ -137,9 +150,9 @@ class CheckpointLoader:
                 base_weights = base_source(self.args, base, self.groups, path)
                 self._load_base(base_weights, begins=True)
                 self._record_base(base_weights)
-                self.logger.info(f"{path}: adapters, over {_words(base_weights)}")
+                self.logger.info(f"{path}: loading its adapters, on top of {_words(base_weights)}")
             elif self.args.lora["save"] == "adapter":
-                text = f"adapter, but {path} holds its base weights too, which no other checkpoint has; write both"
+                text = f"adapter would drop the base weights in {path}, which are saved nowhere else; write both"
                 raise self.args.error("lora.save", text)
             return self._load_params(path, checkpoint, params=None if base is None else adapter_params(self.args))
         source = CheckpointSource(path, False, is_hf=load is load_hf_weights)
@@ -148,8 +161,11 @@ class CheckpointLoader:
         return new_head
 
     def _load_base(self, source: CheckpointSource, begins: bool) -> bool:
-        """Load the weights below adapters, as `_load_weights` does; a source without path is loaded
-        already."""
+        """Load the base weights of adapters; return whether the model got a fresh score head.
+
+        A source without path stands for fresh weights, which the engine already has. begins: as in
+        `_load_weights`.
+        """
         if source.path is None:
             return False
         if source.is_hf:
@@ -173,8 +189,11 @@ class CheckpointLoader:
         begins: bool = False,
         params: Mapping[int, Sequence[ParamSpec]] | None = None,
     ) -> bool:
-        """Load the weights that the files hold. params: the parameters, if the files hold a part of the
-        model."""
+        """Load weights from files; return whether the model got a fresh score head.
+
+        load: reads the files. begins: as in `_load_weights`. params: the parameters to load, by layer, if the
+        files hold only a part of the model; None: all.
+        """
         manifest = None if checkpoint is None else checkpoint.manifest
         new_head = begins and bool(self.args.score_head)
         new_head = new_head and not on_rank_zero(
@@ -188,7 +207,7 @@ class CheckpointLoader:
         if new_head:
             layers -= {self.args.num_layers + 4}
             self.logger.info(
-                f"{path}: its output layer is left out; the score head is fresh (normal, init_method_std "
+                f"{path}: its output layer is not loaded; the score head gets fresh values (normal, init_method_std "
                 f"{self.args.init_method_std})"
             )
 
@@ -226,10 +245,10 @@ class CheckpointLoader:
         rank = self.run.model_rank if (path / model_file(self.run.model_rank)).exists() else 0
         state = run_on_each_rank(self.groups, lambda: checkpoint.tensors(model_file(rank)))
         if manifest is None:
-            if "consumed_samples" in state:  # ours, which never are without
+            if "consumed_samples" in state:  # one of our checkpoints, which always have a manifest
                 raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
             check_model(state.get("args", {}), args, str(path))
-            self.logger.info(f"{path} has no manifest, as GPT-NeoX's: its files are not verified")
+            self.logger.info(f"{path} has no manifest.json, as GPT-NeoX's checkpoints, so its files are not verified")
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         scaler: dict[str, float] = {}
         if takes_optimizer:
@@ -242,7 +261,7 @@ class CheckpointLoader:
             elif files := OptimizerFiles(checkpoint):
                 self._load_by_parameter(files)
                 scaler = state.get("loss_scaler", {})
-            else:  # as earlier versions wrote it, and for 8-bit Adam
+            else:  # a checkpoint of an earlier version, or of 8-bit Adam
                 name = zero_file(self.groups.rank("data"), self.run.model_rank, args.params_dtype == "bf16")
                 run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint, name))
         self._check_forward(checkpoint)
@@ -268,8 +287,11 @@ class CheckpointLoader:
         )  # fmt: skip
 
     def _load_scaling(self, checkpoint: OpenCheckpoint, state: Mapping[str, Any]) -> None:
-        """Load the scales of FP8, which are the same on all ranks with the same layers. If the split into
-        pipeline stages has changed, read them from all files."""
+        """Load the scales of FP8, which are equal on all ranks with the same layers.
+
+        If the split into pipeline stages has changed, they are collected from all model files. state: content
+        of this rank's model file.
+        """
         scaling = self.engine.stage.delayed_scaling
         if scaling is None:
             return
@@ -282,18 +304,20 @@ class CheckpointLoader:
         scaling.load(saved)
         unknown = len(scaling.products.keys() - saved.keys())
         if unknown:
-            self.logger.info(f"{checkpoint.path} has no FP8 scales of {unknown} linears; their first step makes them")
+            self.logger.info(f"{checkpoint.path} has no FP8 scales for {unknown} linears; the first step makes them")
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
-        """Returns whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and
-        the checkpoint has none."""
+        """Returns whether to load the optimizer's state from the checkpoint.
+
+        Raises CheckpointError if the run needs it but the checkpoint has none.
+        """
         args = self.args
         if args.no_load_optim or manifest is None or manifest.optimizer:
             return not args.no_load_optim
-        if 0 < manifest.iteration < args.train_iters:  # else it was still empty, or is not needed any more
-            remedy = "restart: true to begin again" if goes_on else "finetune: true to begin at iteration 0"
+        if 0 < manifest.iteration < args.train_iters:  # else the state was still empty, or is not needed any more
+            remedy = "restart: true to start anew" if goes_on else "finetune: true to start at iteration 0"
             raise CheckpointError(
-                f"{path}: was saved without the optimizer's state (compat_no_save_optim, or no_save_optim of earlier "
+                f"{path} was saved without the optimizer's state (compat_no_save_optim, or no_save_optim of earlier "
                 f"versions); set no_load_optim: true to go on with a fresh optimizer, or {remedy}"
             )
         return False
@@ -310,7 +334,7 @@ class CheckpointLoader:
             check_forward(self.engine, checkpoint, self.logger.info)
 
     def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
-        """Refuse to resume from another run, or on other data."""
+        """Raise CheckpointError if the checkpoint is of another run, or of a run on other data."""
         if manifest is None:
             return
 
@@ -321,8 +345,11 @@ class CheckpointLoader:
         on_rank_zero(self.groups, check)
 
     def _check_layout(self, checkpoint: OpenCheckpoint) -> None:
-        """Raise CheckpointError if the checkpoint has state that only its own layout can read, and this
-        layout differs."""
+        """Raise CheckpointError if the optimizer's state in the checkpoint does not fit this run.
+
+        It must fit in precision and type of optimizer. State that is not kept per parameter must also have
+        been saved in this run's parallel layout.
+        """
         path, manifest = checkpoint.path, checkpoint.manifest
         if manifest is None:
             _check_precision(path, self.run.layout.precision)
@@ -347,12 +374,13 @@ class CheckpointLoader:
             changes.append(ConfigChange("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
         if changes:
             raise CheckpointError(
-                f"{describe_changes(changes, self.args, f'the run of {path}')}: its optimizer state needs the "
-                "saved values; restore them, or set no_load_optim: true to resume with the weights only"
+                f"{describe_changes(changes, self.args, f'the run of {path}')}: its optimizer state fits the saved "
+                "values only; restore them, or set no_load_optim: true to resume with the weights only"
             )
 
     def _check_trained(self, files: OptimizerFiles | NeoXOptimizer) -> None:
-        """Check that the optimizer's state belongs to exactly the parameters trained here."""
+        """Raise CheckpointError unless the saved optimizer state is of exactly the parameters that this run
+        trains."""
         specs, shared = layer_params(self.args), shared_params(self.args)
         saved = {(layer, name) for layer, name in files.names(specs) if shared.get(name, layer) == layer}
         now = trained_parameters(self.args)
@@ -361,14 +389,16 @@ class CheckpointLoader:
                 examples = ", ".join(f"{layer}.{name}" for layer, name in sorted(names)[:3])
                 remaining = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 raise CheckpointError(
-                    f"trainable ({self.args.origin('trainable')}): differs from the run of {files.path}: "
-                    f"{examples}{remaining} trained {place} only; set it back, or set no_load_optim: true to resume "
-                    "from its weights with a fresh optimizer"
+                    f"trainable ({self.args.origin('trainable')}): this run trains other parameters than the run of "
+                    f"{files.path}: {examples}{remaining} are trained {place} only; restore trainable, or set "
+                    "no_load_optim: true to resume from its weights with a fresh optimizer"
                 )
 
     def _load_by_parameter(self, files: OptimizerFiles | NeoXOptimizer) -> None:
-        """Load moments in the dtype of this run, step counts and fp32 master weights, sharded for this
-        rank."""
+        """Load this rank's part of the optimizer's state: moments, step counts and fp32 master weights.
+
+        Moments are converted to the run's `optimizer_state_dtype`.
+        """
         on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
         specs, dtype, converted = named_params(self.args), DTYPES[self.args.optimizer_state_dtype], set[torch.dtype]()
@@ -387,7 +417,7 @@ class CheckpointLoader:
             rounding = "" if saved.itemsize < dtype.itemsize else ", rounded to nearest"
             names = [str(moment_dtype).removeprefix("torch.") for moment_dtype in (saved, dtype)]
             self.logger.info(
-                f"optimizer_state_dtype: moments of {files.path} are {names[0]}, go on in {names[1]}{rounding}"
+                f"optimizer_state_dtype: moments of {files.path} are {names[0]}, converted to {names[1]}{rounding}"
             )
         if self.args.params_dtype != "fp32":
             masters: dict[int, dict[str, Tensor]] = {}
@@ -402,23 +432,24 @@ class CheckpointLoader:
 
 
 def _moments(optimizer: str) -> str:
-    """Returns a name for the state that an optimizer of this type keeps."""
+    """Returns a name for the kind of state that an optimizer of this type keeps: "adam" for all kinds of
+    Adam."""
     kind = optimizer.lower()
     return "adam" if kind in ("adam", "adamw", "cpu_adam", "cpu_torch_adam") else kind
 
 
 def _check_precision(path: Path, now: str) -> None:
-    """Check that GPT-NeoX's optimizer state belongs to weights of this precision."""
+    """Raise CheckpointError if a GPT-NeoX checkpoint was saved in another precision than `now`."""
     saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_checkpoint(path).dtypes}
     if saved != {now}:
         raise CheckpointError(
-            f"{path}: its optimizer state is for precision {', '.join(sorted(saved))}, this run has {now}; set that "
-            "precision, or no_load_optim: true to resume with the weights only"
+            f"{path}: its optimizer state is for precision {', '.join(sorted(saved))}, but this run has {now}; set the "
+            "checkpoint's precision, or no_load_optim: true to resume with the weights only"
         )
 
 
 def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between two mappings, in words."""
+    """Returns the differences between two configurations as text, such as `["lr was 0.1, is 0.2"]`."""
     differences = []
     for key in sorted({*saved, *now}):
         saved_value, value = saved.get(key), now.get(key)

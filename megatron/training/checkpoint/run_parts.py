@@ -1,4 +1,4 @@
-"""The parts of a run that its checkpoints hold, or that they must match, and how far it is."""
+"""Defines the parts of a run that its checkpoints save or must match, and the run's progress."""
 
 import logging
 from collections.abc import Mapping
@@ -17,14 +17,16 @@ from megatron.training.schedules import Schedule
 
 @dataclass
 class TrainingProgress:
-    """The progress of a run.
+    """The progress of a run: its counters, and the states of its method and callbacks.
 
-    skipped: steps whose update the optimizer skipped.
-    consumed_tokens: tokens read; fewer than the samples have if a curriculum truncates them.
-    row_tokens: with a curriculum, tokens read in rows of each length.
+    iteration: number of steps done. consumed_samples: number of training samples read.
+    skipped: number of steps whose update was skipped.
+    consumed_tokens: number of tokens read; fewer than the samples have if a curriculum truncates them.
+    row_tokens: with a curriculum, number of tokens read in rows of each length.
     validation_loss: of this iteration, if it was computed.
-    method_state: of the run's method (`training/method.py`).
-    callback_states: of the run's callbacks by name, as the checkpoint has them that this start resumed from.
+    method_state: state of the run's method (`training/method.py`).
+    callback_states: states of the callbacks by name, as read from the checkpoint from which this start
+        resumed.
     """
 
     iteration: int = 0
@@ -38,26 +40,30 @@ class TrainingProgress:
 
 
 class MethodState:
-    """The state of a run's method (`training/method.py`) in checkpoints. The base class has none."""
+    """Saves and loads the state of a run's method (`training/method.py`) in checkpoints. Here it has no
+    state."""
 
     def initial_state(self) -> Any:
-        """Returns `TrainingProgress.method_state` of a new run."""
+        """Returns the value of `TrainingProgress.method_state` at the start of a new run."""
         return None
 
     def save_state(self, state: Any) -> Mapping[str, Any]:
-        """Returns the entries of a checkpoint's model file that hold `state`."""
+        """Returns the entries by which a checkpoint's model file saves `state`."""
         return {}
 
     def load_state(self, saved: Mapping[str, Any]) -> Any:
-        """Returns the state that a checkpoint's model file holds."""
+        """Returns the method's state, read from `saved`, the content of a checkpoint's model file."""
         return self.initial_state()
 
     def data_record(self, state: Any) -> Mapping[str, Any]:
-        """Returns the method's entries of the manifest's record of the data."""
+        """Returns the entries that the method adds to the record of the data in a checkpoint's manifest."""
         return {}
 
     def further_samples(self, record: Mapping[str, Any]) -> int:
-        """Returns the samples that were read of each of `further_sets`. record: as in the manifest."""
+        """Returns how many samples were read of each of the method's own datasets (`further_sets`).
+
+        record: the record of the data in the checkpoint's manifest.
+        """
         return 0
 
     def exports_weights(self, args: NeoXArgs) -> bool:
@@ -67,9 +73,10 @@ class MethodState:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that `CheckpointLoader` and `CheckpointWriter` share.
+    """The parts of a run that `CheckpointLoader` and `CheckpointWriter` use.
 
-    files: `data_fingerprint`. order: `order_keys`. source: what the run starts from. schedule: as configured.
+    files: from `data_fingerprint`. order: from `order_keys`. source: the checkpoint or model from which the
+    run starts. schedule: as configured.
     """
 
     args: NeoXArgs
@@ -86,19 +93,18 @@ class RunParts:
 
     @property
     def model_rank(self) -> int:
-        """Returns the number of this rank's mp_rank file, as in NeoX: pipeline rank x tensor size + tensor
-        rank."""
+        """The number in the name of this rank's mp_rank file: pipeline rank x tensor size + tensor rank."""
         return self.groups.rank("pipe") * self.groups.size("tensor") + self.groups.rank("tensor")
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of the run, as manifests record it."""
+        """The parallel layout of the run, as manifests record it."""
         sizes = {axis: self.groups.size(axis) for axis in ("pipe", "data", "tensor")}
         zero_stage, precision = self.engine.zero_stage, self.args.params_dtype
         return ParallelLayout(**sizes, zero_stage=zero_stage, precision=precision, world_size=self.groups.world_size)
 
     def data_record(self, consumed_samples: int) -> dict[str, Any]:
-        """Returns the manifest's record of the data at this position."""
+        """Returns the record of the data for a manifest, at the position after `consumed_samples` samples."""
         train = self.datasets.train
         has_samples = train is not None and consumed_samples <= len(train)
         digest = order_sha256(train, consumed_samples) if has_samples and train is not None else None
@@ -108,11 +114,11 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Origin:
-    """Records what a run goes on with, once its start is loaded.
+    """Facts about the start of a run, known once its start weights or its checkpoint are loaded.
 
-    schedule: its own, or with `use_checkpoint_lr_scheduler` the checkpoint's. run_id, saved_at: name and
-    iteration of the run's last checkpoint; None for a new run. base: `describe_base`, if adapters alone are
-    saved.
+    schedule: the configured one, or with `use_checkpoint_lr_scheduler` the checkpoint's. run_id: the resumed
+    run's name. saved_at: iteration of its last checkpoint. Both are None for a new run. base: from
+    `describe_base`, if checkpoints hold only adapters.
     """
 
     schedule: Schedule

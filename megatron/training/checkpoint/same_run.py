@@ -1,7 +1,7 @@
-"""Checks that a checkpoint is of this run: model, seed, data, order of samples, tokenizer.
+"""Checks that a checkpoint belongs to this run: same model, seed, data, order of samples and tokenizer.
 
-Every refusal first names the key that changed. A run may change its length, its layout, and with a key its
-schedule; these are not checked here.
+Every error message first names the key that changed. A run may change its length and its parallel layout, and
+with a key its schedule; these are not checked here.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,10 @@ _WEIGHT_KEYS = (
 
 
 def continued(args: NeoXArgs, source: CheckpointSource) -> Manifest | None:
-    """Returns the manifest of the run that is resumed; None for a new run, and for GPT-NeoX's checkpoints,
-    which have none."""
+    """Returns the manifest of the checkpoint from which a run resumes.
+
+    None for a new run, and for GPT-NeoX's checkpoints, which have no manifest.
+    """
     if source.path is None or source.is_hf or (args.finetune and not source.goes_on):
         return None
     manifest = read_manifest(source.path)
@@ -42,8 +44,10 @@ def continued(args: NeoXArgs, source: CheckpointSource) -> Manifest | None:
 
 
 def begun_of(manifest: Manifest | None, method: MethodState) -> DataState:
-    """Returns the run's position in its data, and the layout of its sample order; for None, the start of a
-    new run."""
+    """Returns a resumed run's position in its data, and how its order of samples was laid out.
+
+    manifest: of its checkpoint; None: the position at the start of a new run.
+    """
     if manifest is None:
         return DataState()
     laid_out = manifest.data.get("laid_out")
@@ -57,8 +61,11 @@ def begun_of(manifest: Manifest | None, method: MethodState) -> DataState:
 def check_same_run(
     args: NeoXArgs, path: Path, manifest: Manifest, goes_on: bool, record: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
-    """Raise CheckpointError for a checkpoint of another run, or of other data. record: `RunParts.data_record`
-    at the checkpoint's `consumed_samples`."""
+    """Raise CheckpointError if a checkpoint is of another run, or of a run on other data.
+
+    goes_on: the checkpoint is in the run's own `save`. record: `RunParts.data_record` of the present data, at
+    the checkpoint's `consumed_samples`.
+    """
     check_model(manifest.model, args, str(path))
     run_words = f"the run of {path}"
     saved, now = manifest.model.get("lora"), model_keys(args)["lora"]
@@ -66,31 +73,31 @@ def check_same_run(
         text = describe_changes([ConfigChange("lora", now, saved)], args, run_words)
         begin = "set another save, load to this folder and finetune: true" if goes_on else "set finetune: true"
         raise CheckpointError(f"{text}; to train adapters on its weights, {begin}")
-    restart = "restart: true to begin anew" if goes_on else "finetune: true to begin anew with these weights"
+    restart = "restart: true to start anew" if goes_on else "finetune: true to start anew with these weights"
     if manifest.seed != args.seed:
         text = describe_changes([ConfigChange("seed", args.seed, manifest.seed)], args, run_words)
-        raise CheckpointError(f"{text}; set it back, or {'another save, or ' if goes_on else ''}{restart}")
-    if manifest.data and not args.allow_changed_data:  # a resharded checkpoint of GPT-NeoX has nothing to say of it
+        raise CheckpointError(f"{text}; restore it, or set {'another save, or ' if goes_on else ''}{restart}")
+    if manifest.data and not args.allow_changed_data:  # a resharded GPT-NeoX checkpoint has no data record
         changes = _changed_files(manifest, record["files"], args) + _changed_order(manifest, record["order"])
         if changes:
             raise CheckpointError(
-                f"{describe_changes(changes, args, run_words)}; set it back, or {restart}, or allow_changed_data: true "
-                "to go on with the data as it is now"
+                f"{describe_changes(changes, args, run_words)}; restore it, or set {restart}, or allow_changed_data: "
+                "true to go on with the present data"
             )
         saved_digest, now = manifest.data.get("consumed_sha256"), record["consumed_sha256"]
         if None not in (saved_digest, now) and saved_digest != now:
             raise CheckpointError(
-                f"{path}: the {manifest.consumed_samples} samples that its run has read are not the first ones of the "
-                f"data here, though no key has changed; use the version that it started with, or set {restart}, or "
-                "allow_changed_data: true to go on with the data as it is now"
+                f"{path}: its run has read {manifest.consumed_samples} samples, but the first samples of the data here "
+                f"are others, though no key has changed; use the program version of the run's start, or set {restart}, "
+                "or allow_changed_data: true to go on with the present data"
             )
     if manifest.tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint():
         key = responsible_key(_TOKENIZER_KEYS, args, manifest.config)
         now = getattr(args, key)
         saved = manifest.config.get(key)
-        change = ConfigChange(key, now, saved if saved not in (None, now) else "another content")
+        change = ConfigChange(key, now, saved if saved not in (None, now) else "other content")
         text = describe_changes([change], args, run_words)
-        raise CheckpointError(f"{text}; set it back to the tokenizer that it was trained with")
+        raise CheckpointError(f"{text}; restore the tokenizer that the model was trained with")
 
 
 def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[ConfigChange]:
@@ -106,14 +113,17 @@ def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[ConfigCha
 
 
 def _saved_value(manifest: Manifest, key: str) -> Any:
-    """Returns the value of a key of `order_keys` in a checkpoint; earlier versions stored fewer keys."""
+    """Returns the value that a key of `order_keys` had in the checkpoint's run.
+
+    Earlier versions stored fewer keys; then the value is found otherwise, or is the key's default.
+    """
     order = manifest.data["order"]
     if key in order:
         return order[key]
     if key == "data_seed":
         return manifest.seed
     if key == "split" and not manifest.config.get("data_path"):
-        return None  # it cut nothing
+        return None  # `split` had no effect
     if key == "prefix_sharing":
         return False
     if key == "train_epochs":
@@ -127,7 +137,10 @@ def _saved_value(manifest: Manifest, key: str) -> Any:
 
 
 def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
-    """Returns `laid_out` of a checkpoint that has only the number of samples of each member of a blend."""
+    """Returns the entry `laid_out` for a checkpoint of an earlier version without it.
+
+    order: its record, which has the number of samples of each dataset in a blend.
+    """
     counts = order.get("train_samples")
     if counts is None:
         return {}
@@ -135,7 +148,8 @@ def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
 
 
 def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: ModelArgs) -> list[ConfigChange]:
-    """Returns how the data sets changed: in number, else in content, else in weights."""
+    """Returns the changes of the datasets since the checkpoint: in number, else in content, else in
+    weights."""
     saved_files = manifest.data["files"]
     if saved_files.keys() != now.keys():
         keys = sorted(
@@ -160,7 +174,11 @@ def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: ModelArgs) 
 
 
 def _content(key: str, current: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> list[ConfigChange]:
-    """Returns the first fact that differs between two fingerprints."""
+    """Returns [change] for the first fact that differs between a dataset's fingerprints, now and saved; [] if
+    none.
+
+    key: the path key of the dataset.
+    """
     if current is None or saved is None:
         return [] if current == saved else [ConfigChange(key, _sets(current is not None), _sets(saved is not None))]
     for fact in ("idx_sha256", "bin_bytes", "bin_blocks_sha256", "sha256"):

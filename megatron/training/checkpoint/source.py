@@ -1,5 +1,5 @@
-"""Chooses the source that a run starts from: its own `save`, the checkpoint or HuggingFace model of `load`,
-or none."""
+"""Chooses what a run starts from: a checkpoint in its own `save`, the checkpoint or HuggingFace model that
+`load` names, or fresh weights."""
 
 import logging
 from collections.abc import Callable
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The source that a run starts from.
+    """The source of the weights, and perhaps the state, from which a run starts.
 
-    path: a checkpoint directory; None for a fresh start.
-    goes_on: `path` is this run's own checkpoint, from `save`.
+    path: a checkpoint folder; None: fresh weights.
+    goes_on: `path` is this run's own checkpoint, in `save`, from which it resumes.
     is_hf: `path` is a HuggingFace folder.
     """
 
@@ -49,8 +49,11 @@ class CheckpointSource:
 
 
 def choose_source(args: NeoXArgs) -> CheckpointSource:
-    """Returns `save` if it holds checkpoints (unless `restart`), else `load`, else no path. Raises
-    CheckpointError."""
+    """Returns the source of a run: a checkpoint in `save` unless `restart` is set, else `load`, else fresh
+    weights.
+
+    Raises CheckpointError if `iteration` or `load` names a checkpoint that does not exist.
+    """
     save, load = args.save_dir, args.load_dir
     is_same_folder = bool(load and save) and Path(load or "").resolve() == Path(save or "").resolve()
     if save is not None and not args.restart and (read_latest(save) or list_checkpoints(save)):
@@ -74,13 +77,16 @@ def _missing_checkpoint_reason(args: NeoXArgs) -> str:
 def _saved_checkpoint(save: Path, iteration: int | None) -> Path:
     saved = list_checkpoints(save)
     if iteration is None and len(saved) == 1 and read_latest(save) is None and read_manifest(saved[0]) is not None:
-        return saved[0]  # complete, as its name says; the run ended before it could write its first `latest`
+        return saved[0]  # it is complete, but the run ended before it could write its first `latest`
     return find_checkpoint(save, iteration)
 
 
 def original_source(args: NeoXArgs) -> CheckpointSource:
-    """Returns the source from which a run that resumes from `save` started at first. Raises
-    CheckpointError."""
+    """Returns the source from which a run that now resumes from `save` first started: `load`, or fresh
+    weights.
+
+    Raises CheckpointError if that checkpoint does not exist.
+    """
     load, save = args.load_dir, args.save_dir
     if load is None or Path(load).resolve() == Path(save or "").resolve():
         return CheckpointSource(None, False)
@@ -94,10 +100,10 @@ def _loaded_checkpoint(args: NeoXArgs, load: str) -> CheckpointSource:
 
 
 def fetch_remote_source(args: NeoXArgs) -> None:
-    """Fetch the checkpoint that the run starts from, if it is remote; else do nothing.
+    """Fetch the checkpoint or model that the run starts from, if it is remote; else do nothing.
 
-    With `load_fallback` it fetches an earlier one if that is damaged. Every machine calls it, before its
-    ranks wait for others in collectives.
+    If that checkpoint is damaged, it fetches an earlier one with `load_fallback`. Every machine calls it
+    before its ranks wait for others in collectives.
     """
     if args.load is not None and is_hf(args.load):
         find_hf(args.load)  # may download
@@ -113,10 +119,10 @@ def fetch_remote_source(args: NeoXArgs) -> None:
 def or_earlier(
     args: NeoXArgs, path: Path, work: Callable[[Path], T], action: Callable[[Path], str] = lambda path: f"trying {path}"
 ) -> tuple[Path, T]:
-    """Returns the first checkpoint that `work` does not find damaged, and the result of `work` for it.
+    """Returns (path, result) of the first checkpoint for which `work` does not raise DamagedError.
 
-    Tries `path`, then with `load_fallback` earlier ones in its folder. action: words for the log about an
-    earlier checkpoint. Raises DamagedError.
+    It tries `path`, then with `load_fallback` earlier checkpoints in the same folder. action: returns words
+    for the log before an earlier one is tried. Raises DamagedError if all are damaged.
     """
     while True:
         try:
@@ -131,25 +137,26 @@ def or_earlier(
 
 
 def _with_manifest(path: Path, args: NeoXArgs) -> Path:
-    """Returns `path`, or with `load_fallback` an earlier checkpoint, if the files read before the weights are
-    undamaged.
+    """Returns `path` after checking the files that are read before the weights; with `load_fallback` maybe an
+    earlier checkpoint.
 
-    These are the manifest, if there is one, and the files of the tokenizer and the imported model. Raises
-    DamagedError.
+    These files are the manifest, if there is one, and those of the tokenizer and of an imported model. Raises
+    DamagedError if one is damaged.
     """
 
     def check(candidate: Path) -> None:
         checkpoint = OpenCheckpoint(candidate)
-        # Of one that is not fetched yet only the manifest is here.
+        # Of a remote checkpoint that is not fetched yet, only the manifest is here.
         checkpoint.verify(name for name in checkpoint.names if "/" in name and (candidate / name).is_file())
 
     return or_earlier(args, path, check)[0]
 
 
 def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) -> NeoXArgs:
-    """Returns the configuration with the checkpoint's `padded_vocab_size`, where the key is not set.
+    """Returns the configuration with `padded_vocab_size` taken from the checkpoint, if the user has not set
+    the key.
 
-    vocab_size: of the tokenizer. Raises CheckpointError when the checkpoint's is smaller.
+    vocab_size: of the tokenizer. Raises CheckpointError if the checkpoint's vocabulary is smaller.
     """
     if args.padded_vocab_size is not None or source.path is None:
         return args
@@ -161,16 +168,17 @@ def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) 
     if size < vocab_size:
         raise CheckpointError(
             f"vocab_file: {args.vocab_file} ({args.origin('vocab_file')}) has {vocab_size} tokens, but {source.path} "
-            f"was trained with another tokenizer, of at most {size}; set it to the one it was"
+            f"was trained with another tokenizer, of at most {size} tokens; set vocab_file to that one"
         )
     return args.replace(padded_vocab_size=int(size))
 
 
 def real_rows(source: CheckpointSource, tokens: int) -> int | None:
-    """Returns the number of vocabulary rows that stand for tokens, by the checkpoint or the HuggingFace
-    folder.
+    """Returns the number of vocabulary rows that stand for tokens, as the HuggingFace config of the source
+    says.
 
-    None if these do not record it, as native checkpoints. tokens: size of the tokenizer's vocabulary.
+    None if the source has no such config: fresh weights, or a checkpoint that was not imported. tokens: size
+    of the tokenizer's vocabulary.
     """
     if source.path is None:
         return None
@@ -180,16 +188,15 @@ def real_rows(source: CheckpointSource, tokens: int) -> int | None:
 
 
 def mask_padding(args: NeoXArgs, real: int | None, tokens: int) -> NeoXArgs:
-    """Returns the configuration with `mask_padded_vocab` resolved to a number of rows; false if no row is
-    masked.
+    """Returns the configuration with `mask_padded_vocab` resolved to the number of rows that are not masked.
 
-    real: from `real_rows`. tokens: size of the tokenizer's vocabulary. Raises ConfigError for fewer rows than
-    tokens.
+    It becomes false if no row is masked. real: from `real_rows`. tokens: size of the tokenizer's vocabulary.
+    Raises ConfigError if the key gives fewer rows than the tokenizer has tokens.
     """
     setting = args.mask_padded_vocab
     rows_by_setting = {True: tokens, False: None, "auto": real}
     rows = rows_by_setting[setting] if isinstance(setting, bool | str) else setting
     if rows is not None and rows < tokens:
-        raise args.error("mask_padded_vocab", f"{rows}, but the tokenizer has {tokens} tokens; write true")
+        raise args.error("mask_padded_vocab", f"{rows} rows are fewer than the tokenizer's {tokens} tokens; write true")
     masks = rows is not None and args.padded_vocab_size is not None and rows < args.padded_vocab_size
     return args.replace(mask_padded_vocab=rows if masks else False)

@@ -1,7 +1,7 @@
-"""Writes the checkpoints of a run: which state goes into which file, in every layout, and when it becomes
+"""Writes the checkpoints of a run: which rank writes which state to which file, and when a checkpoint is
 visible.
 
-Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
+File formats are those of `megatron.checkpointing`.
 """
 
 import json
@@ -67,9 +67,11 @@ from megatron.training.metrics.run_metadata import local_sizes
 
 
 class CheckpointWriter:
-    """Saves one run. All ranks call every method together; an exception on one rank is raised on all.
+    """Saves the checkpoints of one run. All ranks call every method together; an exception on one is raised
+    on all.
 
-    With `async_save` the steps go on as soon as a copy is in host memory; there is one such copy at a time.
+    With `async_save` training continues as soon as a copy is in host memory. There is one such copy at a
+    time.
     """
 
     def __init__(self, run: RunParts) -> None:
@@ -85,7 +87,7 @@ class CheckpointWriter:
         self.carried_tensors = carried_writer(folder, source.is_hf) if writes and folder is not None else None
         exports = args.save_hf is not None or args.save_best is not None or args.push_to_hub
         if exports or run.method.exports_weights(args):
-            # Raises for a model that HuggingFace does not have, or adapters that peft has not.
+            # Raises for a model that HuggingFace's format cannot hold, or adapters that peft's format cannot.
             on_rank_zero(
                 groups,
                 lambda: hf_config(args) if args.lora is None else check_peft_names(args, family_below(args.load)),
@@ -101,17 +103,22 @@ class CheckpointWriter:
         self._store: ObjectStore | None = object_store_of(args)
 
     def go_on_from(self, origin: Origin) -> None:
-        """Write the checkpoints of the run that `CheckpointLoader` has started."""
+        """Take schedule, run id and base weights from the start of the run, so that saves continue that run.
+
+        origin: from `CheckpointLoader`.
+        """
         self.schedule, self.saved_at, self.base = origin.schedule, origin.saved_at, origin.base
         self.run_id = origin.run_id or self.run_id
 
     # -- saving ----------------------------------------------------------------------------------------------
 
     def save(self, progress: TrainingProgress, *, in_background: bool = True, ephemeral: bool = False) -> None:
-        """Write `<save>/global_stepN` and let `latest` name it. It becomes visible only once it is complete.
+        """Write `<save>/global_stepN`, and make the file `latest` name it. It is visible only once it is
+        complete.
 
-        With `async_save` and `in_background` it is complete when `wait`, or the next `save`, returns.
-        ephemeral: the next save deletes it.
+        in_background: with `async_save`, return after copying the state; `wait`, or the next `save`,
+            completes the write.
+        ephemeral: the next save deletes this checkpoint.
         """
         save = self.args.save_dir
         assert save is not None
@@ -141,16 +148,16 @@ class CheckpointWriter:
             assert self._writer is not None
             start_time = time.monotonic()
             copied, held = list(states), self._copies.held
-            note = f", from {readable_size(held)} of page-locked memory that later saves use again" if held else ""
+            note = f" (from {readable_size(held)} of page-locked memory, which later saves use again)" if held else ""
             self.logger.info(
-                f"copied a checkpoint in {time.monotonic() - start_time:.2f} s; it is written beside the steps{note}"
+                f"copied a checkpoint in {time.monotonic() - start_time:.2f} s; it is written while steps go on{note}"
             )
             self._writer.start(lambda: self._write(temporary, iter(copied)), finish)
         else:
             with self._no_half_checkpoint(temporary):
                 records = run_on_all_ranks(self.groups, lambda: self._write(temporary, states))
                 on_rank_zero(self.groups, lambda: finish(records))
-        self._say_unlocked(platform.node(), self._copies.problem)  # the other ranks' with the next save
+        self._say_unlocked(platform.node(), self._copies.problem)  # problems of other ranks are logged by the next save
         self.saved_at = progress.iteration
 
     def _say_once(self, text: str) -> None:
@@ -159,18 +166,18 @@ class CheckpointWriter:
             self.logger.warning(text)
 
     def _export_missing(self, iteration: int) -> None:
-        """Export a saved checkpoint whose export a stop signal ended."""
+        """Export the saved checkpoint of this iteration to HuggingFace's format, if a stop signal interrupted
+        that."""
         path = Path(self.args.save_dir or "") / step_tag(iteration)
         is_missing = self._store is None and not (path.parent / HF_SUBFOLDER / path.name).exists()
         if is_missing and is_hf_due(self.args, iteration) and not stop_signal():
             self._export(path)
 
     def _export(self, path: Path) -> None:
-        """Write `path`, read layer by layer from its files, in HuggingFace's format to
-        `<save>/huggingface`."""
+        """Convert the checkpoint `path`, layer by layer, to HuggingFace's format in `<save>/huggingface`."""
         folder: Path | str = path.parent / HF_SUBFOLDER / path.name
         try:
-            if self._store is not None:  # the ranks' files are there alone
+            if self._store is not None:  # the files of the ranks are only in the object store
                 fetch_checkpoint(self._store, path.name, path, lambda name: not is_optimizer_file(name))
             self._write_hf(path, folder, look=look_for_stop)
             if self._store is not None:
@@ -178,7 +185,7 @@ class CheckpointWriter:
                 keep_manifest_only(path)
         except StopRequested as stop:
             self.gave_up_export = True
-            self.logger.info(f"save_hf: {folder}: given up, {stop} ends the run; {path} is whole and can be converted")
+            self.logger.info(f"save_hf: {folder} is not written, {stop} ends the run; {path} can be converted later")
             return
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
@@ -192,15 +199,21 @@ class CheckpointWriter:
         look: Callable[[], None] = lambda: None,
     ) -> None:
         """Write the checkpoint `path` as a HuggingFace folder; with `lora`, its adapters in peft's format.
-        look: called before each layer. Its exception ends the export, which leaves no files."""
+
+        notes: content of additional files by name. look: called before each layer; its exception ends the
+        export, which then leaves no files.
+        """
         if self.args.lora is not None:
             export_peft(open_adapter(path), folder, notes=notes)
         else:
             export_hf(path, self.args, folder, check=False, notes=notes, progress=partial(layers_unless, look))
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
-        """Write the current model to the HuggingFace folder `folder`, with the files `notes`. The complete
-        folder replaces an earlier one. Waits for a write in the background."""
+        """Write the current model to `folder` in HuggingFace's format, with additional files.
+
+        notes: content of the additional files by name. The complete folder replaces an earlier one. A write
+        in the background is completed first.
+        """
         self.wait()
         parent_folder = folder.parent / f".tmp_{folder.name}_weights"
         temporary, manifest = parent_folder / step_tag(progress.iteration), self._manifest(progress)
@@ -217,7 +230,7 @@ class CheckpointWriter:
             on_rank_zero(self.groups, lambda: finish(records))
 
     def _send_hf(self, folder: Path) -> str:
-        """Send an exported folder to the store, delete it here, and return its address."""
+        """Upload an exported folder to the object store, delete it here, and return its URL."""
         assert self._store is not None
         store = ObjectStore(f"{self._store.url}/{HF_SUBFOLDER}", self._store.patience)
         store.send_folder(folder, folder.name)
@@ -232,17 +245,17 @@ class CheckpointWriter:
 
     @property
     def writing(self) -> bool:
-        """Whether this rank's part of a save is still being written in the background."""
+        """Whether this rank is still writing its part of a save in the background."""
         return self._writer is not None and self._writer.busy
 
     @property
     def failed(self) -> bool:
-        """Whether a write in the background has failed; `wait` then raises its problem."""
+        """Whether a write in the background has failed. If so, `wait` raises its exception."""
         return self._writer is not None and self._writer.problem is not None
 
     def wait(self) -> None:
-        """Wait until the last `save` is on disk and named by `latest`. Raises CheckpointError when it could
-        not be written."""
+        """Wait until the last `save` is complete on disk. Raises CheckpointError if it could not be
+        written."""
         if self._writer is None:
             return
         with self._no_half_checkpoint(self._temporary):
@@ -279,7 +292,8 @@ class CheckpointWriter:
 
     @contextmanager
     def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
-        """Delete a checkpoint that cannot be written completely; earlier ones stay untouched."""
+        """In a `with` block that writes a checkpoint to `temporary`: if writing fails, delete it and raise
+        CheckpointError. Earlier checkpoints stay untouched."""
         try:
             yield
         except (OSError, CheckpointError) as problem:
@@ -288,18 +302,22 @@ class CheckpointWriter:
             reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
             folder = temporary.parent if self._store is None else self._store.url
             if isinstance(problem, NonFiniteStateError):
-                raise NonFiniteStateError(f"{folder}: nothing is saved: {problem}; {self._last_saved()}") from problem
+                raise NonFiniteStateError(
+                    f"{folder}: no checkpoint is saved: {problem}; {self._last_saved()}"
+                ) from problem
             raise CheckpointError(
                 f"{folder}: the checkpoint could not be written ({reason}); earlier ones are untouched"
             ) from problem
 
     def _last_saved(self) -> str:
         tag = read_latest(self.args.save_dir) if self.args.save_dir is not None else None
-        return f"the last checkpoint is {tag}, start again from there" if tag else "there is no earlier checkpoint"
+        return f"start again from the last checkpoint, {tag}" if tag else "there is no earlier checkpoint"
 
     def _check_space(self, save: Path) -> bool:
-        """Raise CheckpointError if a checkpoint does not fit on the disk; earlier ones stay untouched.
-        Returns whether to write in the background: with `async_save`, if its copy fits into free memory."""
+        """Raise CheckpointError if a checkpoint does not fit on the disk of `save`.
+
+        Returns whether to write in the background: with `async_save`, if a copy fits into free memory.
+        """
         optimizer = not self.args.compat_no_save_optim
         per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self._bytes(optimizer)))
         num_bytes = sum(rank.size for rank in per_rank)
@@ -309,7 +327,7 @@ class CheckpointWriter:
             free = shutil.disk_usage(save).free
             if free < num_bytes:
                 raise CheckpointError(
-                    f"{save}: a checkpoint takes about {readable_size(num_bytes)}, {readable_size(free)} are free; "
+                    f"{save}: a checkpoint takes about {readable_size(num_bytes)}, but {readable_size(free)} are free; "
                     + ("make room, or set keep_last_n_checkpoints" if self._store is None else "set remote_staging")
                 )
 
@@ -324,7 +342,7 @@ class CheckpointWriter:
             return False
         lacks = lacks_memory(per_rank)
         if lacks is not None:
-            self.logger.warning(f"async_save: {lacks}: the run waits for this save")
+            self.logger.warning(f"async_save: {lacks}, so training waits for this save")
         return lacks is None
 
     def _say_unlocked(self, machine: str, problem: str | None) -> None:
@@ -332,8 +350,11 @@ class CheckpointWriter:
             self._say_once(f"{machine}: {problem}")
 
     def _bytes(self, optimizer: bool) -> int:
-        """Estimates the bytes that this rank adds to a checkpoint. They are weights (data rank 0) and its
-        part of Adam's moments and of fp32 master weights."""
+        """Estimates the bytes that this rank writes to a checkpoint.
+
+        They are weights, on data rank 0, and with `optimizer` its share of Adam's moments and fp32 master
+        weights.
+        """
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
         elements = elements if self.base is None else trained
         writes_weights = self.groups.rank("data") == 0
@@ -342,8 +363,10 @@ class CheckpointWriter:
         return weights + state if optimizer else weights
 
     def lock(self) -> None:
-        """Keep `save` for this run while its process lives. Raises CheckpointError when another run has
-        it."""
+        """Reserve the folder `save` for this run while its process lives.
+
+        Raises CheckpointError if another run writes to it.
+        """
         if self.args.save is not None:
             run_on_all_ranks(self.groups, self._take_lock)
             if self._store is not None:
@@ -354,20 +377,22 @@ class CheckpointWriter:
             self._lock = lock_folder(Path(self.args.save_dir or ""))
 
     def _clear_staging(self) -> None:
-        """Delete the files that an interrupted save left on this machine."""
+        """Delete the files that an interrupted save has left on this machine's disk."""
         for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _states(self, progress: TrainingProgress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
-        """Yields (name, content) of this rank's files, on the CPU; bytes are written unchanged. Ranks gather
-        together, so all iterate to the end."""
+        """Yields (name, content) of each file that this rank writes to a checkpoint, on the CPU.
+
+        Content of type bytes is written unchanged. Ranks gather tensors together, so all iterate to the end.
+        """
         args, groups, engine = self.args, self.groups, self.engine
         tensor_rank = groups.rank("tensor")
         yield from self._model_states()
         extra: dict[str, Any] = {}
         if args.checkpoint_validation_with_forward_pass:
             extra[LOGITS] = fixed_logits(engine)
-        callback_states = self.callback_states()  # on all ranks, as a callback may ask others
+        callback_states = self.callback_states()  # on all ranks, because a callback may communicate
         if groups.rank("data") == 0:
             extra |= {"callbacks": callback_states} if callback_states else {}
             state = {**self._model_state(progress), **extra}
@@ -375,7 +400,7 @@ class CheckpointWriter:
         if not args.compat_no_save_optim and _is_state_per_parameter(args):
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
-            # Every data rank writes some of them.
+            # The data ranks divide the layers among themselves.
             writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
             for layer, states in engine.gather_state(writers, self._copies.copy):
                 self._copies.wait()
@@ -387,7 +412,8 @@ class CheckpointWriter:
             yield EPHEMERAL, b""
 
     def _model_states(self) -> Iterator[tuple[str, Any]]:
-        """Yields the files of the model: weights or adapters, tokenizer, and the imported model's files."""
+        """Yields (name, content) of this rank's model files: weights or adapters, tokenizer, files of an
+        imported model."""
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
         params, name_filter = (
             (layer_params(self.args), None) if self.base is None else (adapter_params(self.args), is_adapter)
@@ -408,7 +434,11 @@ class CheckpointWriter:
                 yield f"{HF_SUBFOLDER}/{CARRIED}", self.carried_tensors
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
-        """Write the files. Raises CheckpointError only after the last state: all ranks gather together."""
+        """Write files, given as (name, content), to the folder `path`; return their records.
+
+        An error is raised only after the last file, because other ranks still gather with this one until
+        then.
+        """
         records: list[FileRecord] = []
         problem: Exception | None = None
         for name, state in states:
@@ -434,7 +464,8 @@ class CheckpointWriter:
         return records
 
     def _own_layers(self) -> list[int]:
-        """Returns the layers that this stage writes; the first stage writes a tied embedding."""
+        """Returns the layers that this pipeline stage writes. Of a tied embedding, the first stage writes
+        it."""
         kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
         return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
 
@@ -451,7 +482,7 @@ class CheckpointWriter:
             "skipped_steps": progress.skipped,
             **self.run.method.save_state(progress.method_state),
             **({"delayed_scaling": scaling.state()} if (scaling := self.engine.stage.delayed_scaling) else {}),
-            # DeepSpeed's own counters may be a step further, which changed nothing.
+            # DeepSpeed's own counters may be ahead by a step that changed nothing.
             "global_steps": progress.iteration,
             "global_samples": progress.consumed_samples,
             "args": {
@@ -469,6 +500,6 @@ class CheckpointWriter:
 
 
 def _is_state_per_parameter(args: NeoXArgs) -> bool:
-    """Returns whether the optimizer's state is kept by parameter; bitsandbytes keeps blocks of quantised
-    numbers."""
+    """Returns whether the optimizer keeps its state per parameter. bitsandbytes keeps quantized blocks
+    instead."""
     return not args.use_bnb_optimizer

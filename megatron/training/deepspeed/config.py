@@ -128,7 +128,7 @@ def _offload_problems(args: NeoXArgs) -> Iterator[str]:
             )
     if args.use_bnb_optimizer and offload(args, "offload_optimizer") is not None:
         place = f"{args.origin('use_bnb_optimizer')}: use_bnb_optimizer"
-        yield f"{place}: its state cannot be offloaded; remove it or zero_optimization.offload_optimizer"
+        yield f"{place}: its state cannot leave the GPU; remove it or zero_optimization.offload_optimizer"
 
 
 def _gradient_problems(args: NeoXArgs) -> Iterator[str]:

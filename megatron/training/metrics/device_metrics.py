@@ -97,6 +97,6 @@ def build_device_metrics(args: NeoXArgs, groups: ParallelGroups, logger: logging
         f"rank {rank}: {reason}" for rank, reason in enumerate(run_on_all_ranks(groups, begin)) if reason is not None
     ]
     if missing and args.log_device_metrics is True:
-        raise args.error("log_device_metrics", f"GPU metrics cannot be read: {missing[0]}; set auto or false")
+        raise args.error("log_device_metrics", f"true, but GPU metrics cannot be read: {missing[0]}; set auto or false")
     logger.info(f"log_device_metrics: auto: {'on' if not missing else f'off, {missing[0]}'}")
     return None if missing else DeviceMetrics(opened[0], groups)

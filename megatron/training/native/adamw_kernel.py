@@ -1,4 +1,4 @@
-"""A Triton kernel that updates one tensor by AdamW and reads every operand once."""
+"""Implements AdamW for one tensor as a Triton kernel that reads every operand once."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ BLOCK = 1024
 
 @triton.jit
 def _mix(x):
-    """`stochastic_rounding._mix`."""
+    """Mixes 32 bits one-to-one, as `stochastic_rounding._mix` does."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -21,7 +21,7 @@ def _mix(x):
 
 @triton.jit
 def _rounded(x, noise):
-    """`stochastic_rounding.rounded`, still in fp32."""
+    """Rounds x stochastically to a bf16 value, kept in fp32, as `stochastic_rounding.rounded` does."""
     return ((x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
@@ -61,19 +61,20 @@ def update(
     scale: Tensor, skip: Tensor, keys: Tensor | None, start: int, rate: float, decay: float, beta1: float,
     beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """Take one step of AdamW in place on master (fp32), average and square, with arithmetic in fp32.
+    """Take one step of AdamW on one tensor, in place, with arithmetic in fp32.
 
-    `weight` becomes the new master in its own dtype. Nothing changes where `skip` is not 0.
+    It changes `master` (the fp32 master weight), `average` and `square` (the moments). `weight` gets the new
+    master weight in its own dtype. Nothing changes if `skip` is not 0. All tensors must be contiguous.
 
-    gradient: divided by `scale` first. corrections `[2]` fp32: 1 - beta1^step, and the root of
-    1 - beta2^step. keys `[2]` int64: of `stochastic_rounding`, for moments in bf16; None: they are fp32.
-    start: number of the first element in the full parameter. All tensors are contiguous.
+    gradient: is divided by `scale` first. corrections `[2]` fp32: 1 - beta1^step, and the root of
+    1 - beta2^step. keys `[2]` int64: from `step_keys`, for bf16 moments; None: moments are fp32. start: index
+    of the first element in the full parameter.
     """
     size = master.numel()
     with torch.cuda.device(master.device):
         _kernel[(triton.cdiv(size, BLOCK),)](
             master, gradient, average, square, master if weight is None else weight, corrections, scale, skip,
             corrections if keys is None else keys, start, size, rate, decay,
-            1 - beta1, beta2, 1 - beta2, eps,  # in fp32 what is near 1 would lose digits
+            1 - beta1, beta2, 1 - beta2, eps,  # computed here, because 1 - beta would lose digits in fp32
             WRITES_WEIGHT=weight is not None, ROUNDS=keys is not None, BLOCK=BLOCK,
         )  # fmt: skip

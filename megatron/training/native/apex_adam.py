@@ -1,4 +1,5 @@
-"""FusedAdam of NVIDIA's apex with the state of torch's AdamW, clipped and skipped without a host sync."""
+"""Wraps apex's FusedAdam so that its state is that of torch's AdamW, and it clips and skips without a host
+sync."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from megatron.neox_arguments.optional_packages import import_compiled
 
 
 class _Scaler(NamedTuple):
-    """The methods of a `grad_scaler` that FusedAdam's `step` calls."""
+    """Stands in for a `grad_scaler`: it has the two methods that FusedAdam's `step` calls."""
 
     scale: Tensor
     found_inf: dict[torch.device, Tensor]
@@ -23,13 +24,13 @@ class _Scaler(NamedTuple):
 
 
 class ApexAdam(torch.optim.Optimizer):
-    """FusedAdam (`capturable`, decoupled weight decay) over fp32 parameters on one device.
+    """Apex's FusedAdam (`capturable`, decoupled weight decay) over fp32 parameters on one device.
 
-    `grad_scale` divides gradients, and `found_inf` leaves all values unchanged, as in torch's fused
-    optimizers. A parameter's state is AdamW's: `step`, `exp_avg` and `exp_avg_sq`. FusedAdam counts steps by
-    group, so `step` is one tensor for all parameters of a group.
-    Raises PackageProblem if apex cannot be imported, ConfigError if parameters of a group are restored at
-    different steps.
+    As in torch's fused optimizers, `grad_scale` divides gradients, and `found_inf` leaves weights and state
+    unchanged. A parameter's state is that of AdamW: `step`, `exp_avg` and `exp_avg_sq`. FusedAdam counts
+    steps per group, so all parameters of a group share one `step` tensor.
+    Raises PackageProblem if apex cannot be imported, ConfigError if the restored parameters of a group have
+    different step counts.
     """
 
     _step_supports_amp_scaling = True
@@ -45,18 +46,18 @@ class ApexAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scale, skip = self._unit_scale if scale is None else scale, self._zero_skip if skip is None else skip.view(1)
         for i, (group, kernel_group) in enumerate(zip(self.param_groups, self._kernel.param_groups, strict=True)):
             self._fill_state(i, [param for param in group["params"] if param.grad is not None])
             kernel_group["lr"].fill_(group["lr"])
-            # FusedAdam adds 1, unless the flag is up that the last step, or the group before, has left. With
-            # that flag down its first update is the first, and one after a skipped step is counted once.
+            # FusedAdam adds 1 to this count unless its overflow flag is set, which an earlier step or group
+            # may have left. The flag is cleared below, so every step is counted once.
             kernel_group["step"] = self._counts[i].to(torch.int32).view(1)
             for param in group["params"]:
                 if param.numel() == 0:
-                    param.grad = None  # its kernels may end at an empty tensor
+                    param.grad = None  # FusedAdam's kernels may stop at an empty tensor
         self._kernel._dummy_overflow_buf.zero_()
         self._kernel.state = self.state
         self._kernel.step(grad_scaler=_Scaler(scale, {self._unit_scale.device: skip}))
@@ -64,10 +65,9 @@ class ApexAdam(torch.optim.Optimizer):
             count += 1.0 - skip[0]
 
     def _fill_state(self, group: int, params: list[Tensor]) -> None:
-        """Fill the state of parameters that have none with zeros.
+        """Give parameters without state zero moments, and all parameters of the group one step count.
 
-        All parameters of the group get one step count, from the restored states; the host reads each of
-        those.
+        group: index of the group. The count is that of the restored states; the host waits to read them.
         """
         count = self._counts[group]
         states = [self.state[param] for param in params]
@@ -76,8 +76,8 @@ class ApexAdam(torch.optim.Optimizer):
         step_counts = {float(state["step"]) for state in states if state} or {0.0}
         if len(step_counts) > 1 or (step_counts != {0.0} and not all(states)):
             raise ConfigError(
-                ["apex: FusedAdam counts steps for all parameters together, and here some have taken more than "
-                 "others; write apex: false"]
+                ["apex: FusedAdam counts steps for all parameters together, but the restored parameters have different "
+                 "step counts; write apex: false"]
             )  # fmt: skip
         count.fill_(step_counts.pop())
         for param, state in zip(params, states, strict=True):

@@ -1,4 +1,4 @@
-"""The native engine: the model on torch alone, over any number of tensor and data ranks."""
+"""Implements the native engine, which trains with torch alone, on any number of tensor and data ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,9 +24,9 @@ from megatron.training.optimizers import state_tensors
 
 
 class NativeEngine(Engine):
-    """`Engine` by autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
+    """The `Engine` that uses autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
 
-    The host never waits for the device between two logged steps, except with `skip_step_above_sigma`, which
+    The host does not wait for the device between two logged steps, except with `skip_step_above_sigma`, which
     reads each step's loss.
     """
 
@@ -45,7 +45,7 @@ class NativeEngine(Engine):
         else:
             self.shards = ReplicatedWeights(stage, args, groups, self.dtype)
         trained = self.shards.trained
-        # While its weights are gathered a stage has other parameters than these.
+        # Taken now, because a stage has other parameter objects while its weights are gathered.
         shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
         self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
         self._watch_losses([f"{s.layer}.{s.name}" for s in trained])
@@ -62,7 +62,7 @@ class NativeEngine(Engine):
     @staticmethod
     def notes(args: ModelArgs) -> list[str]:
         idle = idle_keys(args)
-        return [f"zero_optimization: the native engine does without {', '.join(idle)}"] if idle else []
+        return [f"zero_optimization: the native engine ignores {', '.join(idle)}"] if idle else []
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class NativeEngine(Engine):
         for i, batch in enumerate(batches):
             self.shards.begin_micro_batch(i == len(batches) - 1)
             part = self._stage(None, batch, partial(self._loss.scaled_loss, batch=batch))
-            self.finish_update()  # of what this forward had no use for, before its gradients come
+            self.finish_update()  # of weights that this forward did not use, before their gradients arrive
             part.backward()
             loss += part.detach()
         gradients = self.shards.gradients()
@@ -139,16 +139,21 @@ class NativeEngine(Engine):
                 yield layer, tensors
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
-        """A rank holds no more than one layer that it writes, and one parameter on its device."""
+        """Yields (layer, optimizer state by parameter name) for each layer that this data rank writes.
+
+        At any time a rank holds one such layer at most, and one full parameter on its device.
+        """
         for layer, worker, writes in self._written_layers(writer_of):
             states = {s.name: self._full_state(s, worker, copy) for s in self.shards.trained if s.layer == layer}
             if writes:
                 yield layer, states
 
     def _written_layers(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, int, bool]]:
-        """Yields (layer, worker that writes it, whether that is this rank) of the layers that workers write.
+        """Yields (layer, number of the worker that writes it, whether that is this rank) for each layer to
+        write.
 
-        Weights and states are those after the last step.
+        Layers whose writer is not in this rank's group of workers are left out. The last step's update is
+        completed first.
         """
         self.finish_update()
         for layer, writer in writer_of.items():
@@ -157,7 +162,10 @@ class NativeEngine(Engine):
                 yield layer, worker, worker == self.shards.workers[0]
 
     def _full_state(self, shard: Shard, worker: int, copy: HostCopy) -> State:
-        """Returns the full state of this tensor rank's part; {} on data ranks other than the worker."""
+        """Returns the optimizer state of a parameter's tensor-parallel part, gathered over data ranks.
+
+        Only the data rank with the number `worker` gets it; others get {}.
+        """
         is_worker, full = worker == self.shards.workers[0], {}
         state = self._update.state.get(shard.local, {})
         parts = {MASTER: shard.local.detach()} if self.dtype != torch.float32 else {}
@@ -186,13 +194,13 @@ class NativeEngine(Engine):
 
     def model_state(self) -> dict[str, Any]:
         window = self.spikes.state() if self.spikes is not None else []
-        # The first two stand in files of GPT-NeoX, where weights and moments have files of their own as well.
+        # GPT-NeoX's files have the first two entries; weights and moments are in separate files.
         return {"module": None, "optimizer": None, "loss_scaler": {}, "spike_window": window}
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         raise CheckpointError(
-            f"{checkpoint.path}: DeepSpeed saved the optimizer's state for one layout; resume with engine: deepspeed, "
-            "or set no_load_optim: true to resume with the weights only"
+            f"{checkpoint.path}: its optimizer state is in DeepSpeed's format, which the native engine cannot read; "
+            "resume with engine: deepspeed, or set no_load_optim: true to resume with the weights only"
         )
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -208,9 +216,10 @@ class NativeEngine(Engine):
         }
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
-        """Returns the elements of `tensors` that count on this rank, so that each counts once over all ranks.
+        """Returns those of `tensors` that count on this rank, so that each element counts once over all
+        ranks.
 
-        tensors: one for each trained shard; None: none.
+        tensors: one for each trained shard; None for a shard that has none. Each comes with (layer, name).
         """
         pairs = zip(self.shards.trained, tensors, strict=True)
         return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]

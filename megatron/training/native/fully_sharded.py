@@ -1,4 +1,4 @@
-"""Shards weights over data ranks by torch's `fully_shard` (FSDP2), as ZeRO's stages 1 to 3."""
+"""Shards weights over data ranks by torch's `fully_shard` (FSDP2), like stages 1 to 3 of ZeRO."""
 
 from collections.abc import Sequence
 
@@ -18,19 +18,20 @@ from megatron.training.native.shards import ExpertParts, GradientBucket, RowPart
 
 
 class ShardedWeights:
-    """Weights sharded by rows over data ranks. Trained ones are fp32 master weights, others have the run's
-    dtype.
+    """Holds a stage's weights sharded by rows over data ranks. It implements `Weights`.
 
-    A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its
-    passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left the
-    block. Stage 1 sums only in the last micro-batch; until then each rank holds full fp32 gradients.
-    Embedding, last norm and head, with a tied weight, are gathered together. Each module that blocks share (a
-    table of relative positions) is gathered by itself.
+    Trained weights are stored as fp32 master weights, others in the run's dtype.
 
-    Parameters that are fp32 next to 16-bit weights (`ParamSpec.precise`) are few. They are replicated on
-    every rank, and their gradients are summed after the last backward.
+    A block's weights are gathered, in the run's dtype, before the block runs: in stage 3 for each pass, in
+    stages 1 and 2 once per step. Its gradients are summed over data ranks in fp32 as soon as backward has
+    left the block. Stage 1 sums them only in the last micro-batch; until then each rank holds full fp32
+    gradients. Embedding, last norm and head are gathered together. A module that blocks share, such as a
+    table of relative positions, is gathered by itself.
 
-    With `zero_hpz_partition_size` n, weights, gradients and states are sharded over groups of n neighbouring
+    The few parameters that stay fp32 in a 16-bit run (`ParamSpec.precise`) are replicated on every rank.
+    Their gradients are summed after the last backward.
+
+    With `zero_hpz_partition_size: n`, weights, gradients and states are sharded over groups of n neighbouring
     data ranks. The ranks of a group gather weights among themselves; gradients are also summed over the
     groups.
     """
@@ -47,7 +48,7 @@ class ShardedWeights:
         self._experts = ExpertParts(groups, sharded=True)
         expert_mesh = _expert_mesh(groups) if groups.size("expert") > 1 else None
         self._first_data_rank = groups.rank("data") - self._rank  # data rank of this group's first
-        # Inputs keep their dtypes: biases of attention may be fp32.
+        # Inputs keep their dtypes, because attention biases may be fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
         def shard_module(module: nn.Module, over_mesh: DeviceMesh = mesh) -> None:
@@ -64,12 +65,12 @@ class ShardedWeights:
                 for experts in (module for module in block.modules() if isinstance(module, Experts)):
                     if expert_mesh is not None:
                         shard_module(experts, expert_mesh)
-                for module in shared_modules(stage):  # each by itself, because no block has it alone
+                for module in shared_modules(stage):  # each by itself, because several blocks use it
                     if not isinstance(module, FSDPModule):
                         shard_module(module)
                 shard_module(block)
                 block_params = set(block.parameters())
-                for param in params:  # `init_stage` refers to all until the last layer is there
+                for param in params:  # free the originals, to which `init_stage` refers until its end
                     if param not in block_params:
                         param.data = param.new_empty(0)
 
@@ -79,10 +80,11 @@ class ShardedWeights:
         stage.dtype = dtype
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
-            # The sum over data ranks: `StepLoss` has divided by the weight of all of them.
+            # Sum over data ranks instead of averaging: `StepLoss` has divided by the weight of all ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        # Of each weight the module that gathers it: the innermost that has it, which comes last.
+        # Maps each weight to the module that gathers it: the innermost module with this weight, which comes
+        # last.
         self._gathers = {param: module for module in self._modules for param in module.parameters()}
         shards = [self._shard(*item, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
@@ -114,7 +116,7 @@ class ShardedWeights:
         return self._stage
 
     def gradients(self) -> list[Tensor | None]:
-        for module in self._modules:  # frozen ones have no backward, after which they would be
+        for module in self._modules:  # frozen modules have no backward, after which they would be resharded
             module.reshard()
         replicated = self._replicated.reduced()
         return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
@@ -136,7 +138,7 @@ class ShardedWeights:
         self._replicated.close()
 
     def publish(self, shards: Sequence[Shard]) -> None:
-        # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
+        # After a forward without a backward, stages 1 and 2 still hold the gathered weights.
         modules = [self._gathers[shard.param] for shard in shards if shard.local is not shard.param]
         for module in dict.fromkeys(modules):
             module.reshard()
@@ -163,9 +165,10 @@ class ShardedWeights:
 
 
 def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
-    """Returns the mesh of data ranks. All ranks call it together.
+    """Returns the device mesh of data ranks for `fully_shard`. All ranks call it together.
 
-    neighbours: 1: one dimension; else groups of so many neighbouring ranks.
+    neighbours: 1: a one-dimensional mesh. n: a two-dimensional one, each row of which has n neighbouring
+    ranks that shard one copy of the weights.
     """
     data, kind = groups.group("data"), groups.device.type
     assert data is not None
@@ -179,7 +182,7 @@ def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
 
 
 def _expert_mesh(groups: ParallelGroups) -> DeviceMesh:
-    """Returns the mesh of data ranks that have the same experts; all ranks call it together."""
+    """Returns the device mesh of those data ranks that have the same experts. All ranks call it together."""
     members, handle = list(groups.members["expert_data"]), groups.group("expert_data")
     if handle is None:
         handle = dist.new_group(members, use_local_synchronization=True, group_desc="expert_data")
@@ -187,14 +190,15 @@ def _expert_mesh(groups: ParallelGroups) -> DeviceMesh:
 
 
 def _local(value: Tensor) -> Tensor:
-    """Returns this rank's rows of a parameter or gradient of `fully_shard`, the same memory."""
+    """Returns this rank's rows of a parameter or gradient that `fully_shard` has sharded, sharing its
+    memory."""
     assert isinstance(value, DTensor)
     with torch.no_grad():
         return value.to_local()
 
 
 def shared_modules(stage: Stage) -> list[nn.Module]:
-    """Returns the modules with parameters that several layers share."""
+    """Returns the modules that several layers share and that have parameters of their own."""
     layers_of: dict[nn.Module, set[str]] = {}
     for index, layer in stage.layers.items():
         for module in layer.modules():

@@ -1,5 +1,8 @@
-"""AdamW in one pass over memory: reads gradients in their own type, updates fp32 masters and moments, writes
-16-bit weights. Moments are fp32 or bf16."""
+"""Implements AdamW in one pass over memory.
+
+It reads gradients in their own dtype, updates fp32 master weights and fp32 or bf16 moments, and writes 16-bit
+weights.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +14,15 @@ from megatron.training.native.stochastic_rounding import Stream, noise, rounded,
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW over fp32 masters that reads gradients in their own dtype and writes 16-bit weights.
+    """AdamW over fp32 master weights that reads gradients in their own dtype and writes 16-bit weights.
 
-    weights: the 16-bit weight of each master, with the same memory layout; empty: none is written.
-    streams: random streams, by master, for moments in bf16 with stochastic rounding; None: moments are fp32.
-    gradients: set them, by master, before each step, which removes them. A missing or None gradient counts as
-        zeros.
+    weights: the 16-bit weight of each master weight, with the same memory layout; {}: none is written.
+    streams: random streams, by master weight, for bf16 moments with stochastic rounding; None: fp32 moments.
+    gradients: an attribute to set before each step, by master weight; the step removes them. A missing or
+        None gradient counts as zeros.
 
-    Clipping, skipping and state are as in torch's fused AdamW: `grad_scale` divides gradients, `found_inf`
-    leaves all values unchanged.
+    As in torch's fused AdamW, `grad_scale` divides gradients, and `found_inf` leaves weights and state
+    unchanged.
     """
 
     _step_supports_amp_scaling = True
@@ -44,13 +47,13 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.numel()]
             own_streams = [] if streams is None else [streams[master] for master in masters]
-            # On the device once, so that a step copies nothing there.
+            # Copied to the device once, so that steps need no copy.
             numbers = torch.tensor([stream.number for stream in own_streams], dtype=torch.int64, device=device)
             self._parts.append((masters, numbers, [stream.start for stream in own_streams]))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter."""
+        """Update every parameter with its entry in `gradients`."""
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group, (masters, streams, firsts) in zip(self.param_groups, self._parts, strict=True):
             if not masters:
@@ -79,11 +82,12 @@ def adamw(
     steps: list[Tensor], out: list[Tensor], grad_scale: Tensor, found_inf: Tensor, streams: Tensor, firsts: list[int],
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Take a step of AdamW in place. Unlisted arguments are those of `torch._fused_adamw_`.
+    """Take a step of AdamW in place. Arguments that are not listed here are those of `torch._fused_adamw_`.
 
-    out: the 16-bit weights, set to the new masters; []: none are written.
-    streams, firsts: for moments in bf16, `number` and `start` of each parameter's `Stream`; empty: moments
-        are fp32.
+    masters: the fp32 master weights.
+    out: the 16-bit weights, which get the new values of `masters`; []: none are written.
+    streams, firsts: for bf16 moments, `number` and `start` of each parameter's `Stream`; empty: moments are
+        fp32.
     """
     torch._foreach_add_(steps, 1.0)
     counts = torch.stack(steps)
@@ -117,4 +121,4 @@ def adamw(
 
 @adamw.register_fake
 def _(*operands: Any) -> None:
-    """Return no tensor."""
+    """The fake implementation of `megatron::adamw` for torch.compile: it returns nothing."""

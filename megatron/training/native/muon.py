@@ -1,4 +1,4 @@
-"""The Muon optimizer: orthogonalized momentum, for the matrices of blocks."""
+"""Implements the Muon optimizer, which updates the matrices of blocks by orthogonalized momentum."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Returns about U V^T of the matrix U S V^T, bf16, by Newton-Schulz iterations in bf16.
+    """Returns approximately U V^T for a matrix with the SVD U S V^T, by Newton-Schulz iterations in bf16.
 
-    This is Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon), with the operations and so the
-    bits of torch.optim.Muon.
+    This is Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon). The operations, and so the
+    resulting bits, are those of torch.optim.Muon. steps: number of iterations.
     """
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -32,10 +32,10 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
-    """Returns the factor of a matrix's learning rate.
+    """Returns the factor by which Muon multiplies the learning rate of a matrix of this shape.
 
-    adjust_lr_fn: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw", 0.2 sqrt(max(rows,
-    columns)), which gives updates the size of AdamW's (arXiv 2502.16982).
+    adjust_lr_fn: "original" gives sqrt(max(1, rows / columns)). "match_rms_adamw" gives
+    0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's (arXiv 2502.16982).
     """
     rows, columns = shape
     if adjust_lr_fn == "original":
@@ -44,9 +44,9 @@ def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
 
 
 def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_fn: str) -> Tensor:
-    """Returns the fp32 update of a full weight `[rows, columns]`, times the factor of its learning rate.
+    """Returns Muon's fp32 update of a full weight `[rows, columns]`, multiplied by `rate_factor`.
 
-    Each projection in the weight is orthogonalized separately.
+    Each projection that the weight holds, such as query, key and value, is orthogonalized separately.
     """
     columns = momentum.shape[1]
     pattern = spec.projections or (momentum.shape[0],)
@@ -60,9 +60,9 @@ def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_f
 
 
 def is_block_matrix(piece: Shard, blocks: frozenset[int]) -> bool:
-    """Returns whether Muon updates this weight: it is a matrix of one block and no router.
+    """Returns whether Muon updates this weight: whether it is a matrix of a single block, and not a router.
 
-    AdamW updates embeddings, heads, norms, biases, routers, and tables that blocks share.
+    AdamW updates all other weights: embeddings, heads, norms, biases, routers, and tables that blocks share.
     """
     spec = piece.spec
     matrix = len(spec.shape) == 2 and spec.weight_decay and not spec.shared
@@ -70,12 +70,12 @@ def is_block_matrix(piece: Shard, blocks: frozenset[int]) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for `matrices`, fused AdamW for the parameter groups `adamw_groups`, in one optimizer.
+    """An optimizer that applies Muon to `matrices`, and fused AdamW to the parameter groups `adamw_groups`.
 
-    Once a step the data ranks divide the matrices among themselves. A rank gathers and orthogonalizes one
-    full matrix at a time; so do all of its tensor ranks. `grad_scale` divides gradients, and `found_inf`
-    leaves all values unchanged, as in torch's fused optimizers.
-    params: `optimizer.params`.
+    In each step the data ranks divide the matrices among themselves. A data rank gathers and orthogonalizes
+    one full matrix at a time, and each of its tensor ranks does the same work. As in torch's fused
+    optimizers, `grad_scale` divides gradients, and `found_inf` leaves weights and state unchanged.
+    params: the key `optimizer.params`.
     """
 
     _step_supports_amp_scaling = True
@@ -111,11 +111,12 @@ class Muon(torch.optim.Optimizer):
             self._adamw.step()
         moving = [matrix for matrix in self._matrices if matrix.local.grad is not None]
         size = self._weights.workers[1]
-        for start in range(0, len(moving), size):  # a matrix for each worker, so that no rank has more full ones
+        for start in range(0, len(moving), size):  # one matrix per worker, so that no rank holds two full ones
             self._update_matrices(moving[start : start + size])
 
     def _update_matrices(self, matrices: Sequence[Shard]) -> None:
-        """Update at most as many matrices as there are workers; each worker orthogonalizes one."""
+        """Update these matrices, at most as many as there are workers: each worker orthogonalizes one of
+        them."""
         rank, keep, group = self._weights.workers[0], update_factor(self), self.param_groups[0]
         wholes = [self._weights.gather(m, self._momentum(m), worker) for worker, m in enumerate(matrices)]
         updates = [self._update(m, wholes[i]) if i == rank else None for i, m in enumerate(matrices)]
@@ -125,7 +126,8 @@ class Muon(torch.optim.Optimizer):
             matrix.local.sub_(part * (keep * group["lr"]))
 
     def _momentum(self, matrix: Shard) -> Tensor:
-        """Returns this rank's elements of the momentum to orthogonalize."""
+        """Update the momentum of a matrix, and return this rank's elements of it, which are to be
+        orthogonalized."""
         grad, decay = matrix.local.grad, self._params["momentum"]
         assert grad is not None
         state = self.state[matrix.local]
@@ -137,7 +139,8 @@ class Muon(torch.optim.Optimizer):
         return grad.lerp(buffer, decay) if self._params["nesterov"] else buffer
 
     def _update(self, matrix: Shard, part: Tensor | None) -> Tensor:
-        """Returns this tensor rank's part of the update, from its part of the momentum."""
+        """Returns this tensor rank's part of a matrix's update. part: this tensor rank's part of its
+        momentum."""
         assert part is not None
         group, size = self._groups.group("tensor"), self._groups.size("tensor")
         parts = [part.contiguous()]

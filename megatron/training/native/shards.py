@@ -1,4 +1,4 @@
-"""Holds a stage's weights on this data rank, full or sharded, and sums gradients over data ranks."""
+"""Holds a stage's weights on a data rank, in full or sharded, and sums gradients over data ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,12 @@ class Shard:
     """This data rank's part of one parameter.
 
     layer, spec: the parameter's entry in the weight map.
-    param: the parameter of the module.
-    local: the elements on this rank: fp32 if trained (the optimizer updates them), else in the run's dtype.
-    start: index of the first of these elements in the flattened tensor-parallel part.
-    shape: of the tensor-parallel part, over all ranks of expert parallelism.
-    replica: number of this rank, from 0, among the data ranks with the same elements.
+    param: the parameter in the module.
+    local: the elements that this rank holds: fp32 if trained (the optimizer updates them), else in the run's
+        dtype.
+    start: index of the first of these elements in the flattened tensor-parallel part of the parameter.
+    shape: of the tensor-parallel part, with the experts of all ranks.
+    replica: this rank's number, from 0, among the data ranks that hold the same elements.
     """
 
     layer: int
@@ -39,11 +40,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Name in the weight map."""
+        """The name of the parameter in the weight map."""
         return self.spec.name
 
     def is_first_copy(self, groups: ParallelGroups) -> bool:
-        """Returns whether these elements count on this rank, when each element counts once over all ranks."""
+        """Returns whether this rank's copy of the elements is the one that counts, if each counts on one rank
+        only."""
         is_counted = self.spec.axis is not None or groups.rank("tensor") == 0
         return is_counted and self.replica == 0 and self.spec.is_first_copy(groups)
 
@@ -52,15 +54,18 @@ class Shard:
         return torch.float32 if not self.spec.trained or self.spec.precise else run_dtype
 
     def slice_of(self, full: Tensor) -> Tensor:
-        """Returns the elements of this shard from a value of the parameter's tensor-parallel part."""
+        """Returns this shard's elements of `full`, a tensor for the parameter's whole tensor-parallel
+        part."""
         return full.reshape(-1).narrow(0, self.start, self.local.numel()).view(self.local.shape)
 
 
 class Weights(Protocol):
-    """A stage's weights on this data rank, and its gradients.
+    """The weights and gradients of a stage on this data rank.
 
-    trained, frozen: every parameter once, in the order of the stage.
-    workers: (this rank's number, size) of the group of data ranks that can divide work on full values.
+    trained, frozen: the shards of trained and frozen parameters, each parameter once, in the order of the
+        stage.
+    workers: (this rank's number, size) of the group of data ranks that divide work on full values among
+    themselves.
     """
 
     trained: list[Shard]
@@ -68,47 +73,53 @@ class Weights(Protocol):
     workers: tuple[int, int]
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for a micro-batch; call it before each forward of a step."""
+        """Prepare for a micro-batch. Call it before each forward of a step. last: it is the step's last."""
 
     def gradients(self) -> list[Tensor | None]:
-        """Returns the step's gradient of each of `trained`, summed over data ranks, after the last backward.
+        """Returns the step's gradient for each shard in `trained`, summed over data ranks.
 
-        In fp32; with `fused_update` in the type that backward gave it.
+        Call it after the last backward. Gradients are fp32; with `fused_update` they have the dtype that
+        backward gave them. None: no gradient.
         """
 
     def clear_gradients(self, shards: Sequence[Shard]) -> None:
         """Release the gradients of these shards, after their update."""
 
     def gradient_memory(self) -> list[Tensor | None]:
-        """Returns the tensors that hold gradients on this rank, for memory reports; None for a missing
-        gradient."""
+        """Returns the tensors that hold gradients on this rank, for memory reports; None for one that is
+        missing."""
 
     def close(self) -> None:
-        """Release gradients, and hooks on the stage."""
+        """Free the gradients, and remove the hooks from the stage."""
 
     def publish(self, shards: Sequence[Shard]) -> None:
-        """Let the next forward use the changed `local` of these shards."""
+        """Make the next forward use the updated values in `local` of these shards."""
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
-        """Returns a full value from the `part` of each data rank; all of them call it together.
+        """Returns a full tensor, put together from the `part` of each data rank. All of them call it
+        together.
 
-        part: with the elements of `shard.local`. writer: the worker that gets the value, others get None;
-        None: all get it.
+        part: a value for each element of `shard.local`, such as its moments. writer: number of the worker
+        that gets the full tensor, while others get None; None: all get it.
         """
 
     def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
-        """Returns the elements of `shard.local` from the `full` value of the worker `source`; all ranks call
-        it together."""
+        """Returns this rank's part, the elements of `shard.local`, of the full tensor that one worker has.
+
+        full: the tensor on the worker with the number `source`; None on others. All ranks call it together.
+        """
 
     def worker_of(self, data_rank: int) -> int | None:
-        """Returns the worker number of a data rank; None if it does not share work with this rank."""
+        """Returns the worker number of a data rank; None if that rank is not in this rank's group of
+        workers."""
 
 
 class RowParts:
     """Gathers and scatters weights whose rows are split over the ranks of a group.
 
-    The rows are `blocks` runs of equal length. Rank r has rows of block r % blocks. If `sharded`, the ranks
-    with one block split its rows again, and the last ones may have fewer; else each has all of them.
+    A weight's rows form `blocks` consecutive blocks of equal length. Rank r holds rows of block r % blocks.
+    If `sharded`, the ranks with the same block split its rows, and the last of them may hold fewer; else each
+    holds the whole block.
     """
 
     def __init__(
@@ -119,12 +130,13 @@ class RowParts:
         self.blocks, self.replicas, self._sharded = blocks, len(members) // blocks, sharded
 
     def rows(self, shape: torch.Size) -> int:
-        """Returns the rows of a weight that each rank sends, padded where it has fewer."""
+        """Returns the number of rows that each rank sends of a weight; a rank that holds fewer pads them."""
         rows = shape[0] // self.blocks
         return -(-rows // self.replicas) if self._sharded else rows
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None) -> Tensor | None:
-        """See `Weights.gather`."""
+        """Returns the full tensor from the `part` of each rank; only on rank `writer`, or on all if that is
+        None."""
         row = shard.shape.numel() // shard.shape[0]
         sent = torch.zeros(self.rows(shard.shape) * row, dtype=part.dtype, device=self._device)
         sent[: part.numel()].copy_(part.reshape(-1))
@@ -146,7 +158,8 @@ class RowParts:
         return (values[0] if self.blocks == 1 else torch.cat(values)).view(shard.shape)
 
     def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
-        """See `Weights.scatter`."""
+        """Returns this rank's part, the elements of `shard.local`, of the tensor `full` that rank `source`
+        has."""
         size = self.rows(shard.shape) * (shard.shape.numel() // shard.shape[0])
         part, parts = torch.empty(size, device=self._device), None
         if full is not None:
@@ -160,9 +173,9 @@ class RowParts:
 
 
 class ExpertParts(RowParts):
-    """Gathers and scatters expert weights, of which expert parallelism gives each data rank a block of rows.
+    """Gathers and scatters expert weights. Expert parallelism gives each data rank a block of their rows.
 
-    sharded: the replicas of the experts split the rows again.
+    sharded: the data ranks with the same experts split the rows of their block.
     """
 
     def __init__(self, groups: ParallelGroups, sharded: bool) -> None:
@@ -176,7 +189,7 @@ class ExpertParts(RowParts):
     def shard(
         self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups
     ) -> Shard:
-        """Returns the shard of an expert weight."""
+        """Returns this rank's shard of an expert weight. local: the elements that this rank holds."""
         shape, replica = torch.Size(spec.local_shape(groups.size("tensor"))), groups.rank("expert_data")
         start = spec.expert_rows(groups)[0]
         if self._sharded:
@@ -185,12 +198,12 @@ class ExpertParts(RowParts):
 
 
 class ReplicatedWeights:
-    """All weights on every data rank. 16-bit weights also have fp32 masters and fp32 gradients.
+    """Holds all weights of a stage on every data rank. It implements `Weights`.
 
-    Gradients are added to one flat fp32 buffer a layer as they arrive. In the last micro-batch each buffer is
-    summed over data ranks while backward continues with the layers below.
-    There are no buffers if the update reads 16-bit gradients (`fused_update`), or on a single data rank that
-    trains in fp32.
+    16-bit weights also have fp32 master weights and fp32 gradients. Gradients are added to one flat fp32
+    buffer per layer as they arrive. In the last micro-batch each buffer is summed over data ranks while
+    backward continues with the layers below. There are no buffers with `fused_update`, or if a single data
+    rank trains in fp32.
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
@@ -207,8 +220,8 @@ class ReplicatedWeights:
         self._last, self._launched = False, 0
         self._fused = args.fused_update is True
         if (self._has_masters or self._group is not None) and not self._fused:
-            # Backward comes to the last layer first; a tied head counts as layer 0, which it leaves last.
-            # Ranks that share out experts sum their gradients over other groups.
+            # Backward comes to the last layer first; a tied head counts as layer 0, to which backward comes
+            # last. With expert parallelism, gradients of experts are summed over other groups of ranks.
             keys = {(shard.layer, self._experts.is_expert_weight(shard.spec)) for shard in self.trained}
             for layer, is_expert in sorted(keys, reverse=True):
                 params = [
@@ -240,7 +253,7 @@ class ReplicatedWeights:
             bucket.begin_micro_batch()
 
     def _reduce_ready(self) -> None:
-        # In the same order on every rank, whatever order backward takes on one.
+        # Buffers are summed in the same order on every rank, whatever the order of each rank's backward.
         while self._last and self._launched < len(self._buckets) and self._buckets[self._launched].is_full:
             self._reduce_next()
 
@@ -302,9 +315,10 @@ class ReplicatedWeights:
 
 
 class GradientBucket:
-    """The fp32 gradients of some parameters in one flat buffer, summed over a step's micro-batches.
+    """Holds the fp32 gradients of some parameters in one flat buffer, summed over a step's micro-batches.
 
-    group: of the ranks over which they are summed. on_arrival: called when a gradient has been added.
+    group: of the ranks over which gradients are summed. on_arrival: called each time a gradient has been
+    added.
     """
 
     def __init__(
@@ -329,7 +343,7 @@ class GradientBucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter's gradient of this micro-batch has been added."""
+        """Whether the gradients of all parameters have been added in this micro-batch."""
         return self._missing == 0
 
     def _take(self, i: int, param: Tensor) -> None:
@@ -344,13 +358,14 @@ class GradientBucket:
         self._on_arrival()
 
     def zero_empty(self) -> None:
-        """Set the gradients that no micro-batch gave to zero, because other data ranks may have some."""
+        """Set gradients that no micro-batch of this step has given to zero; other data ranks may have
+        values."""
         for i, view in enumerate(self.views):
             if self._empty[i]:
                 view.zero_()
 
     def reduced(self) -> dict[nn.Parameter, Tensor]:
-        """Sum the gradients over ranks, and return them by parameter."""
+        """Sum the gradients over the ranks of `group`, and return them by parameter."""
         self.zero_empty()
         if self.group is not None and self._params:
             dist.all_reduce(self.flat, group=self.group)
@@ -360,7 +375,7 @@ class GradientBucket:
         self._empty = [True] * len(self.views)
 
     def close(self) -> None:
-        """Release hooks and memory."""
+        """Remove the hooks from the parameters, and free the buffer."""
         for hook in self._hooks:
             hook.remove()
         self.views, self.flat = [], self.flat.new_empty(0)

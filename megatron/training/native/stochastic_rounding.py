@@ -1,7 +1,7 @@
-"""fp32 to bf16 by stochastic rounding: up or down with the probability that keeps the mean.
+"""Rounds fp32 to bf16 stochastically: up or down at random, so that the mean stays the same.
 
-A value's random bits depend only on the seed, the parameter, the step and the value's position in the
-parameter. So they are the same in a resumed run, on other data ranks and in other ZeRO stages.
+A value's random bits depend only on seed, parameter, step and the value's position in the parameter. So they
+are the same in a resumed run, on other data ranks and in other ZeRO stages.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Stream(NamedTuple):
-    """The source of random bits for one rank's elements of a parameter.
+    """Identifies the random bits of one rank's elements of a parameter.
 
     number: from `stream_number`, below 2^63. start: index of the rank's first element in the parameter.
     """
@@ -24,7 +24,7 @@ class Stream(NamedTuple):
 
 
 def stream_number(*parts: int | str) -> int:
-    """Returns a number for a seed and the name of a parameter, the same in every process."""
+    """Returns a number for `parts`, such as a seed and the name of a parameter, equal in every process."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -40,19 +40,26 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def step_keys(streams: Tensor, steps: Tensor) -> Tensor:
-    """Returns the keys of a step's bits, `[parameters, 2]` int64 below 2^32. streams, steps: `[parameters]`
-    int64."""
+    """Returns two keys for each parameter, from which `noise` makes a step's random bits.
+
+    Keys are `[parameters, 2]` int64 below 2^32. streams: `Stream.number` of each parameter, steps: its step
+    number, both `[parameters]` int64.
+    """
     low_key = _mix((streams & _WORD) ^ _mix(steps))
     return torch.stack([low_key, _mix((streams >> 32) ^ low_key)], dim=1)
 
 
 def noise(keys: Tensor, start: int, size: int) -> Tensor:
-    """Returns `[size]` int64 of 32 random bits each. keys: `[2]`, a row of `step_keys`."""
+    """Returns 32 random bits for each of the elements `start` to `start + size - 1`: `[size]` int64.
+
+    keys: `[2]`, a row of `step_keys`.
+    """
     element = torch.arange(start, start + size, device=keys.device)
     return _mix(_mix((element & _WORD) ^ keys[0]) ^ (element >> 32) ^ keys[1])
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """Rounds fp32 values to bf16. bits: integers below 2^16, uniformly random, of the same shape."""
+    """Rounds fp32 values to bf16 stochastically. bits: uniform random integers below 2^16, of the same
+    shape."""
     sums = values.contiguous().view(torch.int32) + bits.to(torch.int32)
     return (sums & -0x10000).view(torch.float32).bfloat16()

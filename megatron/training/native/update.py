@@ -1,4 +1,4 @@
-"""Computes new weights from a step's gradients, without a wait for the device."""
+"""Updates weights by a step's gradients, without waiting for the device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from megatron.training.optimizers import Lion, clip_gradients, leave_out, set_le
 
 
 class _Part(NamedTuple):
-    """Shards that are updated together, and their optimizer. user: the module that uses them first."""
+    """Shards that are updated together, and their optimizer. user: the module whose forward uses them
+    first."""
 
     user: nn.Module
     shards: list[Shard]
@@ -33,10 +34,10 @@ class _Part(NamedTuple):
 
 
 class Update:
-    """Computes norm, verdict, clipping and the optimizer's step over this rank's shards.
+    """Computes a step's gradient norm, checks it for NaN and Inf, clips, and updates this rank's shards.
 
-    One optimizer updates all weights. With `overlap_optimizer_with_forward` there is one for each module that
-    the forward uses; it runs during the next forward.
+    One optimizer updates all weights. With `overlap_optimizer_with_forward` each module has an optimizer of
+    its own, which runs during the next forward.
     state: the state of all optimizers, by `Shard.local`.
     """
 
@@ -67,16 +68,16 @@ class Update:
 
     @torch.no_grad()
     def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Returns the 2-norm of the full model's gradient, fp32 scalar, the same on every rank.
+        """Returns the 2-norm of the full model's gradient, an fp32 scalar, equal on every rank.
 
-        It is NaN where loss or gradients are not finite on any rank. It takes one pass over the gradients and
-        one all-reduce of two numbers.
+        It is NaN if the loss or a gradient is not finite on any rank. This takes one pass over the gradients
+        and one all-reduce of two numbers. gradients: one for each trained shard.
         """
         filled = [self._zero if g is None else g for g in gradients]
         norms = torch._foreach_norm(filled, 2, torch.float32) if self._fused else torch._foreach_norm(filled)
         shard_norms = torch.stack(norms) if norms else self._owned
         self._watch.mark(shard_norms, summed=self._groups.size("data") > 1)
-        # A norm that is not finite but not owned is no number times 0, NaN: the verdict says the same.
+        # A non-finite norm of a shard that does not count here gives NaN too (inf * 0), as the verdict does.
         sums = torch.stack([shard_norms.square().dot(self._owned), self._watch.local_mark])
         if self._groups.world_size > 1:
             dist.all_reduce(sums)
@@ -85,10 +86,10 @@ class Update:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
-        """Update the weights with clipped gradients; change nothing if `skip` is set.
+        """Clip the gradients and update the weights; change nothing if `skip` is true.
 
-        If an optimizer cannot read `skip` on the device, the host waits for it. Call `finish` before the next
-        backward.
+        norm: from `judge`. If an optimizer cannot read `skip` on the device, the host waits for it. Call
+        `finish` before the next backward.
         """
         if not self._clips_inside:
             gradients = self._judged(gradients, norm, skip)
@@ -111,7 +112,8 @@ class Update:
             update.release()
 
     def _judged(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor) -> list[Tensor | None]:
-        """Returns the clipped gradients; None for each where `skip` is set."""
+        """Returns the clipped gradients, or None for each of them if `skip` is true. The host waits for
+        `skip`."""
         for held, gradient in zip(self._held, gradients, strict=True):
             held.grad = gradient
         if self._max_norm > 0.0:
@@ -132,7 +134,7 @@ class Update:
             for shard, gradient in zip(shards, shard_gradients, strict=True):
                 shard.local.grad = gradient
         optimizer.step()
-        if not self._fused:  # else it has written the weights
+        if not self._fused:  # a fused update has already written the weights
             self._weights.publish(shards)
 
     def _release(self, shards: Sequence[Shard]) -> None:
@@ -141,12 +143,12 @@ class Update:
         self._weights.clear_gradients(shards)
 
     def finish(self) -> None:
-        """Wait until weights and states are as after the last step."""
+        """Complete the last step's update of weights and optimizer states."""
         if self._schedule is not None:
             self._schedule.finish()
 
     def close(self) -> None:
-        """Release states and hooks."""
+        """Drop the optimizer states, and remove the hooks from modules."""
         if self._schedule is not None:
             self._schedule.close()
         self.state.clear()
@@ -155,10 +157,10 @@ class Update:
 def build_native_optimizer(
     weights: Weights, shards: Sequence[Shard], args: NeoXArgs, parallel: ParallelGroups
 ) -> torch.optim.Optimizer:
-    """Returns AdamW, SGD or Lion over `weight_decay_groups` of these shards of the trained weights, or Muon.
-    They clip and skip by the tensors `grad_scale` and `found_inf`.
+    """Returns the configured optimizer (AdamW, SGD, Lion or Muon) over these shards of the trained weights.
 
-    NeoX's `Adam` decays weights as AdamW does. AdamW is torch's, ours or NVIDIA apex's.
+    It clips by the tensor `grad_scale` and skips by `found_inf`. `Adam` is AdamW, as in GPT-NeoX. The
+    implementation of AdamW is torch's, our `FusedAdamW` or apex's.
     """
     options = args.optimizer["params"]
     matrices = []
@@ -175,7 +177,8 @@ def build_native_optimizer(
         if options["momentum"] != 0.0:
             for group in groups:
                 for param in group["params"]:
-                    # torch would make it in the first step, and leave it without values if that is skipped.
+                    # Else torch makes it in the first step, and leaves it uninitialised if that step is
+                    # skipped.
                     sgd.state[param]["momentum_buffer"] = torch.zeros_like(param)
         return sgd
     if args.optimizer_name == "lion":
@@ -192,7 +195,7 @@ def build_native_optimizer(
 
 
 def _stream(shard: Shard, seed: int, parallel: ParallelGroups) -> Stream:
-    """Returns the random stream of a shard: the same on all tensor ranks for replicated weights, so that
-    these stay equal."""
+    """Returns the random stream of a shard. Tensor ranks that hold copies of a weight get the same stream, so
+    that the copies stay equal."""
     part = parallel.rank("tensor") if shard.spec.axis is not None else 0
     return Stream(stream_number(seed, shard.layer, shard.name, part), shard.start)

@@ -1,4 +1,4 @@
-"""Schedules the parts of an update under the forward of the next step, each before its weights are used."""
+"""Overlaps an optimizer update with the next step's forward: each part runs before its weights are used."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,7 +15,8 @@ from megatron.training.native.shards import Shard
 
 
 class PartialUpdate(NamedTuple):
-    """The update of some weights. run: updates them; release: frees their gradients afterwards."""
+    """The optimizer update of some of the weights. run: updates them; release: frees their gradients
+    afterwards."""
 
     run: Callable[[], None]
     release: Callable[[], None]
@@ -30,16 +31,19 @@ class UpdateSchedule:
     """
 
     def __init__(self, stage: Stage, modules: Iterable[nn.Module], device: torch.device) -> None:
-        """Register a forward hook on each of `modules`, the modules of the updates."""
+        """Register a hook before the forward of each of `modules`, whose weights are updated separately."""
         self._stage, self._waiting = stage, dict[nn.Module, PartialUpdate]()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # `fully_shard` gathers weights in hooks of its own, which come later. Compiled code has none.
+        # The hooks of `fully_shard`, which gather weights, run after this one. Compiled code must not contain
+        # it.
         hook = torch.compiler.disable(self._before_forward) if stage.compiled else self._before_forward
         self._hooks = [module.register_forward_pre_hook(hook, prepend=True) for module in modules]
 
     def start(self, updates: Mapping[nn.Module, PartialUpdate]) -> None:
-        """Take the updates of a step, in the order of the forward, and on a GPU queue them. The previous step
-        must be finished."""
+        """Take the updates of a step by module, in the order of the forward; on a GPU queue them at once.
+
+        The updates of the previous step must be finished.
+        """
         assert not self._waiting
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -47,11 +51,11 @@ class UpdateSchedule:
             self._waiting[module] = update if self._stream is None else self._queued(update, self._stream)
 
     def _queued(self, update: PartialUpdate, stream: torch.cuda.Stream) -> PartialUpdate:
-        """Queue an update on the stream. Returns a PartialUpdate that waits for it, then frees its
+        """Queue an update on `stream`. Returns a PartialUpdate that waits for it and then frees its
         gradients."""
         with torch.cuda.stream(stream):
             update.run()
-        # Until the wait gradients are kept: their memory belongs to streams that do not know of this one.
+        # Gradients are kept until then, because their memory was allocated on other streams.
         return PartialUpdate(partial(self._wait_for, stream.record_event()), update.release)
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
@@ -59,13 +63,14 @@ class UpdateSchedule:
             stream.wait_event(event)
 
     def wait(self, module: nn.Module) -> None:
-        """Make later work see a module's new weights: run or wait for its update, and free its gradients."""
+        """Make a module's new weights visible to later work: run its update or wait for it, free its
+        gradients."""
         if (update := self._waiting.pop(module, None)) is not None:
             update.run()
             update.release()
 
     def finish(self) -> None:
-        """Call `wait` for every module whose update is pending."""
+        """Complete the pending updates of all modules, and free their gradients."""
         for module in list(self._waiting):
             self.wait(module)
 
@@ -73,18 +78,19 @@ class UpdateSchedule:
         self.wait(module)
 
     def close(self) -> None:
-        """Release hooks."""
+        """Remove the hooks from the modules."""
         for hook in self._hooks:
             hook.remove()
 
 
 def first_uses(stage: Stage, shards: Sequence[Shard]) -> dict[nn.Module, list[Shard]]:
-    """Groups shards by the module whose forward uses them first, in the order of a forward.
+    """Returns the shards grouped by the module whose forward uses their weights first, in the order of a
+    forward.
 
-    - Weights of one layer belong to that layer, a tied weight to the embedding.
-    - Weights that blocks share belong to the shared module, which comes before the blocks.
-    - Weights that `fully_shard` gathers before the stage runs (all except those of blocks and shared modules)
-      belong to the stage.
+    - Weights of one layer are grouped under that layer, a tied weight under the embedding.
+    - Weights that blocks share are grouped under the shared module, which comes before the blocks.
+    - With `fully_shard`, all other weights (not of blocks or shared modules) are grouped under the stage,
+      because they are gathered before it runs.
     """
     shared, blocks = shared_modules(stage), {str(spec.index) for spec in stage.blocks}
     user: dict[nn.Parameter, nn.Module] = {param: module for module in shared for param in module.parameters()}

@@ -1,5 +1,7 @@
-"""Caches log-probabilities of a reference model on disk: a folder for each model, rows in it by their
-content."""
+"""Caches log-probabilities of a reference model on disk.
+
+Each reference model has a folder. Its rows, one for each answer, are found by a hash of their tokens.
+"""
 
 import contextlib
 import hashlib
@@ -41,20 +43,23 @@ MODEL_SECTIONS = tuple(
     c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
 )
 _INDEPENDENT = (
-    # contained in model_keys, as derived values
+    # model_keys contains the values that are derived from these
     "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",
     "make_vocab_size_divisible_by",
-    # of initial values and of training
+    # these concern initial values and training only
     "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
-    # of how and of what length it is computed, and of files
+    # these concern kernels, row lengths and files
     "attention_backend", "attention_config", "mamba_backend", "mamba_chunk_size", "apex", "compile",
     "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
 )  # fmt: skip
 
 
 def forward_keys(args: ModelArgs) -> dict[str, Any]:
-    """Returns every key that the model's log-probabilities may depend on: all declared keys of the model,
-    except those known to have no effect."""
+    """Returns the values, by key, of all configuration keys on which the model's log-probabilities may
+    depend.
+
+    These are all keys of the model, except those known to have no effect (`_INDEPENDENT`).
+    """
     keys = {
         name: thaw(getattr(args, name))
         for name, key in keys_of(type(args)).items()
@@ -70,8 +75,10 @@ def forward_keys(args: ModelArgs) -> dict[str, Any]:
 def describe_reference(
     args: NeoXArgs, source: CheckpointSource, tokenizer: Tokenizer, groups: ParallelGroups
 ) -> dict[str, Any]:
-    """Returns all settings on which the model's log-probabilities depend, except code and layout. The ranks
-    share the work."""
+    """Returns everything on which the reference's log-probabilities depend, except code and parallel layout.
+
+    It has digests of the weight files, model keys, tokenizer and precision. The ranks share the work.
+    """
     return {
         "weights": weight_digests(args, source, groups),
         "model": {**forward_keys(args), **model_keys(args)},
@@ -89,13 +96,17 @@ def _precision(args: NeoXArgs, groups: ParallelGroups) -> str:
 
 
 def digest_of(description: Mapping[str, Any]) -> str:
-    """Returns the digest of a description from `describe_reference`."""
+    """Returns the hash of a description from `describe_reference`, which names the reference's cache
+    folder."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def describe_reference_changes(old: Mapping[str, Any], now: Mapping[str, Any], args: ModelArgs) -> list[ConfigChange]:
-    """Returns the changes between two descriptions from `describe_reference`."""
-    current_model, saved_model = json.loads(json.dumps(now["model"])), old["model"]  # as the record has it
+    """Returns the configuration keys that differ between two descriptions from `describe_reference`.
+
+    old: of the run at its start. now: of the present configuration `args`.
+    """
+    current_model, saved_model = json.loads(json.dumps(now["model"])), old["model"]  # in the types that JSON gives
     names = [
         name for name in sorted({*current_model, *saved_model}) if current_model.get(name) != saved_model.get(name)
     ]
@@ -103,13 +114,15 @@ def describe_reference_changes(old: Mapping[str, Any], now: Mapping[str, Any], a
     changes += [ConfigChange("precision", now["precision"], old["precision"])] * (now["precision"] != old["precision"])
     for section, key in (("weights", "load"), ("tokenizer", "vocab_file")):
         if now[section] != old[section]:
-            changes.append(ConfigChange(key, getattr(args, key), f"other {section}"))
+            changes.append(ConfigChange(key, getattr(args, key), f"a different {section}"))
     return changes
 
 
 def cache_folder(args: NeoXArgs, digest: str) -> Path:
-    """Returns the reference's folder in `reference_cache_dir`, else in `reference_cache` next to the index
-    maps."""
+    """Returns the cache folder of the reference with this digest.
+
+    It is in `reference_cache_dir`, or if that is not set, in `reference_cache` next to the data's index maps.
+    """
     if args.reference_cache_dir is not None:
         return Path(args.reference_cache_dir) / digest
     first_path = (args.pos_train_data_paths or args.train_data_paths or ("",))[0]
@@ -117,22 +130,24 @@ def cache_folder(args: NeoXArgs, digest: str) -> Path:
 
 
 def read_scores(folder: Path) -> np.ndarray:
-    """Returns all scores of the folder, of type `SCORES`. Raises DataError for a damaged file."""
+    """Returns all cached scores of a reference's folder, of dtype `SCORES`. Raises DataError for a damaged
+    file."""
     parts = [np.empty(0, SCORES)]
     for file in sorted(folder.glob("rows-*.npy")):
         try:
             rows = np.load(file, allow_pickle=False)
             digest = _digest(rows)
         except (OSError, ValueError, EOFError) as problem:
-            raise DataError(f"{file}: damaged ({problem}); delete it, it is rebuilt") from problem
+            raise DataError(f"{file} is damaged ({problem}); delete it, and the next start rebuilds it") from problem
         if rows.dtype != SCORES or file.stem != f"rows-{digest}":
-            raise DataError(f"{file}: damaged; delete it, it is rebuilt")
+            raise DataError(f"{file} is damaged; delete it, and the next start rebuilds it")
         parts.append(rows)
     return np.concatenate(parts)
 
 
 def add_scores(folder: Path, description: Mapping[str, Any], rows: np.ndarray) -> None:
-    """Add rows to the folder, atomically, in a file of their own. Raises DataError."""
+    """Add scores to a reference's folder, atomically, in a new file. Raises DataError if it cannot be
+    written."""
     data = io.BytesIO()
     np.save(data, rows)
     try:
@@ -148,11 +163,10 @@ def add_scores(folder: Path, description: Mapping[str, Any], rows: np.ndarray) -
 
 
 def find_completion(folder: Path, set_contents: SetContents, size: int) -> tuple[Path, int | None]:
-    """Returns the path of a set's completion note, and the number of its rows if all of them are in the
-    folder.
+    """Returns (path of the note that a dataset is fully scored, number of its rows).
 
-    The note covers the first `size` samples of the set. The number is None without a note, or where a file
-    that it names is gone.
+    The note is about the first `size` samples of the dataset. The number is None if the note does not exist,
+    or a file that it names is gone.
     """
     contents = [cached_sha256(file, set_contents.hash_cache) for file in set_contents.files]
     name = hashlib.sha256(json.dumps([set_contents.layout, contents, size]).encode()).hexdigest()[:32]
@@ -166,7 +180,7 @@ def find_completion(folder: Path, set_contents: SetContents, size: int) -> tuple
 def note_completion(note: Path, rows: int) -> None:
     """Writes the note that `find_completion` reads: all `rows` rows of the set are in the folder."""
     files = sorted(file.name for file in note.parent.glob("rows-*.npy"))
-    with contextlib.suppress(OSError):  # without it the next start looks at all rows again
+    with contextlib.suppress(OSError):  # without the note the next start checks all rows again
         replace_file(note, (json.dumps({"rows": rows, "files": files}, indent=1) + "\n").encode())
 
 

@@ -1,8 +1,9 @@
-"""The reference model of preference training: the model with the weights that the run started from.
+"""Sets up the reference model of preference training: the model with the weights that the run started from.
 
-Its log-probabilities are cached before the first step (`dpo_reference: cache`), or a frozen copy computes
-them in every step (`on_the_fly`). Both take the start weights from the engine; a resumed run loads them into
-the engine before its own checkpoint. With `lora` the reference is the model without its adapters.
+Its log-probabilities are cached before the first step (`dpo_reference: cache`), or a frozen copy of the model
+computes them in every step (`on_the_fly`). Both take the start weights from the engine. A resumed run first
+loads the start weights into the engine, then its own checkpoint. With `lora` the reference is the model
+without adapters.
 """
 
 import json
@@ -66,9 +67,9 @@ from megatron.training.reference.cache import (
 )
 
 _RECORD = "reference.json"  # in `save`: describes the run's reference
-_TOKENS_AT_ONCE = 1 << 19  # a data-parallel rank; what an interruption loses
-_CHECKED = 8  # cached rows that are scored again
-# Mean difference of a token that other layouts, packings and devices make.
+_TOKENS_AT_ONCE = 1 << 19  # tokens per data-parallel rank between two saves, at most lost by an interruption
+_CHECKED = 8  # number of cached rows that are scored again
+# The allowed difference per token, which other layouts, packings and devices may cause.
 _TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
 _TOLERANCE_FP8 = 0.1  # scales depend on the other rows of a batch
 _SAY_EVERY = 30.0  # seconds
@@ -77,13 +78,11 @@ _SAY_EVERY = 30.0  # seconds
 def resume_with_reference(
     loader: CheckpointLoader, method: Method, watchdog: Watchdog
 ) -> tuple[Datasets, TrainingProgress]:
-    """Run `CheckpointLoader.resume` and set up the reference model, if the objective needs one.
+    """Load the run's start or checkpoint, and set up the reference model if the objective needs one.
 
-    Returns datasets and progress.
-
-    With `dpo_reference: cache` the datasets get the cached scores; otherwise the engine computes them in each
-    step.
-    Raises CheckpointError or ConfigError if the weights that the run started from are not known.
+    Returns datasets and progress. With `dpo_reference: cache` the datasets get the reference's scores, else
+    the engine computes them in each step.
+    Raises CheckpointError or ConfigError if the weights that the run started from are unknown.
     """
     args, groups, datasets = loader.args, loader.groups, loader.run.datasets
     if not scores_reference(args):
@@ -101,15 +100,15 @@ def resume_with_reference(
         if progress.iteration > 0:
             raise args.error(
                 "load",
-                f"resumes at iteration {progress.iteration}, but the reference must be the start weights; set "
-                "finetune: true to start from these weights",
+                f"the run resumes at iteration {progress.iteration}, but its reference must be the weights that it "
+                "started from; set finetune: true to start at iteration 0 from the loaded weights",
             )
         on_rank_zero(groups, lambda: _write_record(args, source, description))
 
     @cache
     def have_weights() -> None:
-        if goes_on:  # else they are there
-            loader.logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
+        if goes_on:  # else the engine has them already
+            loader.logger.info(f"reference: loading the run's start weights, {source.path or 'initialisation'}")
             loader.load_weights_of(source)
 
     if reference_mode(args) == "on_the_fly":
@@ -122,22 +121,22 @@ def resume_with_reference(
             scores.check(datasets)
             datasets = scores.fill(datasets)
         except StopRequested as stop:  # the run ends before its first step
-            loader.logger.info(f"reference: given up, {stop} ends the run; scored rows are kept for the next start")
+            loader.logger.info(f"reference: {stop} ends the run; the rows scored so far are kept for the next start")
         watchdog.now("loading a checkpoint")
     return datasets, loader.resume() if progress is None else progress
 
 
 def _resume_with_adapters(loader: CheckpointLoader) -> TrainingProgress:
-    """Resume a run with `lora`, where the reference is the model without its adapters.
+    """Resume a run with `lora`, whose reference is the model without its adapters. Returns its progress.
 
-    Raises ConfigError for a run that starts from trained adapters, which its reference would lack.
+    Raises ConfigError if the run starts from trained adapters, because the reference would lack them.
     """
     progress = loader.resume()
     if not loader.source.goes_on and not loader.adapters_begin:
         raise loader.args.error(
             "load",
-            f"{loader.source.path} holds trained adapters, but the reference is the model without adapters, "
-            "which differs from the start of this run; merge them first: tools/ckpts/adapter.py merge",
+            f"{loader.source.path} holds trained adapters, but the reference would be the model without them, "
+            "not the start of this run; merge the adapters first: tools/ckpts/adapter.py merge",
         )
     loader.engine.use_reference(model_without_adapters(loader.engine))
     loader.logger.info("reference: the model without its adapters scores every batch; it needs no copy")
@@ -162,8 +161,8 @@ def _check_record(args: NeoXArgs, source: CheckpointSource, description: Mapping
     assert path is not None
     if not path.is_file():
         raise CheckpointError(
-            f"{path}: missing, so the reference, the weights that the run in `save` started from, is not known; set "
-            "save to a new folder, and load to these weights with finetune: true"
+            f"{path} is missing, so the reference (the weights that the run in `save` started from) is unknown; set "
+            "save to a new folder, and load to those weights with finetune: true"
         )
     saved = json.loads(path.read_text())
     if saved["digest"] != digest_of(description):
@@ -171,8 +170,8 @@ def _check_record(args: NeoXArgs, source: CheckpointSource, description: Mapping
             describe_reference_changes(saved["about"], description, args), args, f"the reference of {path}"
         )
         raise CheckpointError(
-            f"{changes}; the run began with {saved['weights'] or 'initial values'} as reference, which is not what "
-            f"{source.path or 'initialisation'} gives now: set these keys as they were, or restart: true"
+            f"{changes}; the run's reference was made from {saved['weights'] or 'initial values'}, and "
+            f"{source.path or 'initialisation'} gives another one now; restore these keys, or set restart: true"
         )
 
 
@@ -180,14 +179,17 @@ def _cost_of_copy(engine: Engine) -> str:
     size = local_sizes(engine.args, engine.groups.with_replicated_experts(), engine.stage)[0] * engine.dtype.itemsize
     line = "reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly): "
     line += f"{size / 2**30:.2f} GiB on this rank"
-    return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
+    return f"{line}, not sharded by ZeRO 3; dpo_reference: cache needs no copy" if engine.zero_stage == 3 else line
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """A model whose outputs losses compare with (`objectives.Reference`).
+    """A reference model, with whose outputs losses compare those of the trained model
+    (`objectives.Reference`).
 
-    run: `engine.forward_only` of the model. logprobs: see `Reference`.
+    run: runs it on micro-batches, as `Engine.forward_only`. logprobs: returns log p(label) `[batch, seq]` of
+    each micro-batch. context: a context in which its output layer must be used, such as with adapters turned
+    off.
     """
 
     device: torch.device
@@ -196,7 +198,11 @@ class ReferenceModel:
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def outputs(self, batches: list[Batch]) -> list[HeadUse]:
-        """See `Reference`."""
+        """Returns, for each micro-batch, a function that applies a function to hidden states and output
+        layer.
+
+        The list is empty on pipeline stages before the last.
+        """
         heads: list[HeadInput] = []
 
         def keep(head: HeadInput, batch: Batch) -> torch.Tensor:
@@ -212,14 +218,14 @@ class ReferenceModel:
 
 
 def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
-    """Returns a function for `Engine.use_reference` that compares batches with a frozen copy of the engine's
+    """Returns a function for `Engine.use_reference`; its reference model is a frozen copy of the engine's
     weights."""
     args, groups = engine.args, engine.groups.with_replicated_experts()
     weights, own_stage = engine.weights(), engine.stage
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
     for copy, own_module in zip(stage.modules(), own_stage.modules(), strict=True):
         if isinstance(copy, Linear) and isinstance(own_module, Linear):
-            copy.product = own_module.product  # FP8 rounds both alike
+            copy.product = own_module.product  # so that FP8 rounds both in the same way
         if isinstance(copy, Norm) and isinstance(own_module, Norm):
             copy.functions = own_module.functions
     compile_blocks(stage, args)
@@ -231,7 +237,7 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     read = partial(label_logprobs, group=group, columns=columns, temperature=temperature)
 
     def run(batches: list[Batch], read: Read, shape: Shape) -> list[torch.Tensor]:
-        with nullcontext() if own_stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
+        with nullcontext() if own_stage.compiled else eager_blocks(stage):  # in the same way as the engine's own stage
             return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
 
     def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
@@ -241,8 +247,11 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
 
 
 def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
-    """Returns the function of `frozen_copy` without a copy: it uses the engine's weights with adapters turned
-    off."""
+    """Returns a function for `Engine.use_reference`; its reference model is the engine's with adapters turned
+    off.
+
+    So no copy of the weights is needed.
+    """
     stage = engine.stage
 
     def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
@@ -253,18 +262,19 @@ def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch
         with without_adapters(stage):
             return engine.forward_only(batches, read, shape)
 
-    context = partial(without_adapters, stage)  # the head's copy too
+    context = partial(without_adapters, stage)  # turns off a trained copy of the head, too
     return _compared(engine, ReferenceModel(engine.groups.device, run, logprobs, context))
 
 
 def _compared(engine: Engine, reference: ReferenceModel) -> Callable[[list[Batch]], list[Batch]]:
-    assert engine.objective.with_reference is not None, "the loss compares with no reference"
+    assert engine.objective.with_reference is not None, "the loss uses no reference model"
     with_reference = engine.objective.with_reference
     return lambda batches: with_reference(batches, reference)
 
 
 class _ReferenceCache:
-    """Reads the scores of a folder and computes missing ones. All ranks call every method together."""
+    """Reads the cached scores of a reference model and computes missing ones. All ranks call its methods
+    together."""
 
     def __init__(
         self,
@@ -284,7 +294,7 @@ class _ReferenceCache:
         self._tolerance = _TOLERANCE_FP8 if in_fp8 else _TOLERANCE[self.args.params_dtype]
 
     def check(self, datasets: Datasets) -> None:
-        """Score some rows again. Raises DataError where the cache has other values."""
+        """Score a few cached rows again. Raises DataError if the cache has other values for them."""
         dataset, random = datasets.get(self.sets[0]), np.random.default_rng(self.args.seed)
         if dataset is None or not len(self.scores):
             return
@@ -299,20 +309,20 @@ class _ReferenceCache:
         self.have_weights()
         rescored = self._score(rows)
         run_on_all_ranks(self.groups, lambda: self._compare(rows, expected, rescored))
-        self.logger.info(f"reference: {len(rows)} cached rows are what the model gives")
+        self.logger.info(f"reference: checked {len(rows)} cached rows, the model gives the same values")
 
     def _compare(self, rows: Sequence[Response], expected: np.ndarray, rescored: np.ndarray) -> None:
         for row, cached, now in zip(rows, expected, rescored.tolist(), strict=True):
             tolerance = self._tolerance * max(1, row.count)
             if cached["count"] != row.count or not abs(float(cached["sum"]) - now) <= tolerance:
                 raise DataError(
-                    f"{self.folder}: a cached row of {row.count} trained tokens has the log-probability "
-                    f"{cached['sum']:.4f}, the model gives {now:.4f}: the cache is of another model or version; delete "
-                    "the folder, it is rebuilt"
+                    f"{self.folder}: a cached answer of {row.count} trained tokens has log-probability "
+                    f"{cached['sum']:.4f}, but the model gives {now:.4f}, so another model or program version made the "
+                    "cache; delete the folder, and the next start rebuilds it"
                 )
 
     def fill(self, datasets: Datasets) -> Datasets:
-        """Returns the datasets with reference scores. Missing scores are computed, saved and logged."""
+        """Returns the datasets with reference scores. Missing scores are computed and added to the cache."""
         per_eval = self.args.eval_iters * self.args.train_batch_size
         num_samples = {"train": None, "valid": per_eval, "test": per_eval}
         sets = {name: datasets.get(name) for name in self.sets}
@@ -324,14 +334,17 @@ class _ReferenceCache:
                 for i, count in enumerate(self._fill_unless_complete(name, dataset, size, datasets.contents[name])):
                     counts[i] += count
         computed, cached = counts
-        self.logger.info(f"reference: {computed} rows computed, {cached} found in {self.folder}")
+        self.logger.info(f"reference: scored {computed} answers, found {cached} in {self.folder}")
         scored = {name: None if d is None else ReferenceScoredDataset(d, self.scores) for name, d in sets.items()}
         return datasets.with_sets(scored)
 
     def _fill_unless_complete(
         self, name: str, dataset: SampleSet, size: int, set_contents: SetContents
     ) -> tuple[int, int]:
-        """Run `_fill_one`, unless a note of an earlier run says that all rows of this set are scored."""
+        """Score the missing rows of a set, unless a note of an earlier run says that all are scored.
+
+        Returns the numbers of distinct rows (computed, found).
+        """
         note, num_rows = on_rank_zero(self.groups, lambda: find_completion(self.folder, set_contents, size))
         if num_rows is not None:
             return 0, num_rows
@@ -340,8 +353,10 @@ class _ReferenceCache:
         return counts
 
     def _fill_one(self, name: str, dataset: SampleSet, size: int) -> tuple[int, int]:
-        """Score missing rows of the first `size` samples; return the numbers of distinct rows (computed,
-        found)."""
+        """Score the missing rows of a set's first `size` samples.
+
+        Returns the numbers of distinct rows (computed, found). name: of the set, for the log.
+        """
         rank, ranks = self.groups.rank("data"), self.groups.size("data")
         tokens = rows_per_sample(self.args) * (self.args.seq_length + 1)
         step = max(1, _TOKENS_AT_ONCE // tokens) * ranks
@@ -353,7 +368,7 @@ class _ReferenceCache:
             rows = run_on_each_rank(self.groups, partial(_rows_by_name, dataset, numbers))
             everyone = self._from_data_ranks(list(rows))
             saved, _ = self.scores.find(rows)
-            # Each row is the work of the first rank that has it
+            # The first rank that has a row scores it.
             assigned = {name for names in everyone[:rank] for name in names}
             missing = [
                 row
@@ -363,12 +378,12 @@ class _ReferenceCache:
             row_names.update(*everyone)
             computed += self._add(missing)
             if time.monotonic() - logged_at > _SAY_EVERY:
-                self.logger.info(f"reference: {min(start + step, size)} of {size} samples of the {name} set")
+                self.logger.info(f"reference: scored {min(start + step, size)} of {size} samples of the {name} set")
                 logged_at = time.monotonic()
         return computed, len(row_names) - computed
 
     def _add(self, rows: list[Response]) -> int:
-        """Score rows, save them, and return how many all ranks had."""
+        """Score this rank's `rows` and add them to the cache; return how many rows all ranks scored."""
         counts = self._from_data_ranks(len(rows))
         if not sum(counts):
             return 0
@@ -382,7 +397,8 @@ class _ReferenceCache:
         return sum(counts)
 
     def _score(self, rows: list[Response]) -> np.ndarray:
-        """Returns the sum of each row, float32. Data ranks may have different numbers of rows."""
+        """Returns the summed log-probability of each row, float32. Data ranks may have different numbers of
+        rows."""
         packed, saving = self.args.pack_impl != "unpacked", least_prefix_saving(self.args)
         samples, order = pack_responses(rows, self.args.seq_length + 1, packed, saving)
         size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
@@ -403,7 +419,10 @@ class _ReferenceCache:
 
 
 def _rows_by_name(dataset: SampleSet, numbers: range) -> dict[bytes, Response]:
-    """Returns the distinct rows of these samples. Raises StopRequested after a stop signal."""
+    """Returns the distinct rows (answers) of the samples with these numbers, by the hash that names each.
+
+    Raises StopRequested after a stop signal.
+    """
     look_for_stop()
     return {row.name: row for number in numbers for row in _rows_of(dataset, number)}
 

@@ -124,13 +124,13 @@ def test_only_new_rows_are_computed(tmp_path: Path) -> None:
     seed = {**padded, "seed": 99, "data_seed": 1234}
     reference_logs = run_ranks(reference_logs_of, 2, [padded, reordered, larger, padded, seed, window])[0]
     assert counts(reference_logs) == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0), (80, 0)]
-    checked = ["cached rows are what the model gives" in text for text in reference_logs]
+    checked = [re.search(r"reference: checked \d+ cached", text) is not None for text in reference_logs]
     assert checked == [False, True, True, True, False, False]
     assert len(list((tmp_path / "references").iterdir())) == 3
 
 
 def counts(logs: list[str]) -> list[tuple[int, ...]]:
-    matches = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in logs]
+    matches = [re.search(r"scored (\d+) answers, found (\d+)", text) for text in logs]
     return [tuple(map(int, match.groups())) for match in matches if match]
 
 
@@ -178,7 +178,7 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     rows = spoil(folder, 0.01)
     assert len(rows) == 80 and rows["count"].min() >= 2 and rows.dtype == SCORES
     (message,) = refused(values)
-    match = re.search(r"row of (\d+) .*-probability (-[\d.]+), .* (-[\d.]+):", message)
+    match = re.search(r"answer of (\d+) .*-probability (-[\d.]+), .* (-[\d.]+),", message)
     assert match, message
     count, cached, now = match.groups()
     assert float(now) - float(cached) == pytest.approx(0.01 * int(count), abs=2e-4)
@@ -240,7 +240,7 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
         spoil(folder, 1)
         assert "log-probability" in refused(longer)[0], "checked here too"
         (resumed / "reference.json").unlink()
-        assert f"{resumed / 'reference.json'}: missing" in refused(longer)[0]
+        assert f"{resumed / 'reference.json'} is missing" in refused(longer)[0]
 
 
 @pytest.mark.parametrize(("changes", "message"), [

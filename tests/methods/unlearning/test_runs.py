@@ -140,8 +140,8 @@ def test_losses_of_sequences_are_those_of_all_logits() -> None:
 def test_the_reference_s_scores_of_the_forget_set_are_kept(tmp_path: Path) -> None:
     values = config(LLAMA, NPO_BY_DOCUMENT, train_micro_batch_size_per_gpu=4, reference_cache_dir=str(tmp_path))
     first_output, second_output = (run_ranks(output_of_run, 1, values)[0] for _ in range(2))
-    assert re.search(r"reference: [1-9]\d* rows computed, 0 found", first_output), first_output
-    assert re.search(r"reference: 0 rows computed, [1-9]\d* found", second_output), second_output
+    assert re.search(r"reference: scored [1-9]\d* answers, found 0 ", first_output), first_output
+    assert re.search(r"reference: scored 0 answers, found [1-9]\d* ", second_output), second_output
 
 
 # -- layouts -------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def test_one_rank_asks_for_all(ranks: int, request_: str, tmp_path: Path) -> Non
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     if request_ == "stop":
         assert (status["status"], status["iteration"]) == ("stopped", 2 + ranks)
-        assert ("enough" if ranks == 1 else "callback of another rank") in status["reason"]
+        assert ("enough" if ranks == 1 else "another rank") in status["reason"]
 
 
 def test_a_state_goes_into_checkpoints_and_on(tmp_path: Path) -> None:

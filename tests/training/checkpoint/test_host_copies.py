@@ -185,10 +185,7 @@ def test_forked_processes_do_not_have_it() -> None:
 def test_room_for_a_copy() -> None:
     rank_memory = RankMemory("a", 800, 0, 1000, None)
     assert lacks_memory([rank_memory]) is None
-    assert (
-        lacks_memory([rank_memory, rank_memory])
-        == "a has 1.00 kB of memory free, a copy of the checkpoint takes 1.60 kB"
-    )
+    assert re.search(r"^a has 1\.00 kB .* 1\.60 kB", lacks_memory([rank_memory, rank_memory]) or "")
     assert lacks_memory([rank_memory, RankMemory("b", 800, 0, 1000, None)]) is None
     held = RankMemory("a", 800, 900, 10, None)
     assert lacks_memory([held, held]) is None, "what is held takes no more"
