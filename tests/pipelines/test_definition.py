@@ -78,7 +78,7 @@ def test_pipelines_are_found_and_recipes_written_once(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("run none", "none: no such pipeline"),
+    ("run none", "none: no such file; to create a pipeline"),
     ("resume p", "`run`"),
     ("run p --from sft --to pretrain", "--from sft comes after --to pretrain"),
     ("run p --only sfd", "no such stage; .*data, init"),
