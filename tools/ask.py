@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Ask a model questions through its chat template, and another one the same beside it.
+"""Asks a model questions through its chat template; with --compare, asks a second model too.
 
     python tools/ask.py --model checkpoints/chat/best_model "What is a lantern for?"
     python tools/ask.py --model checkpoints/chat --compare HuggingFaceTB/SmolLM3-3B --system-file system.txt
     python tools/ask.py --model checkpoints/chat/best_model --file questions.jsonl --json
 
 A model is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
---iteration), one global_stepN, or an adapter in peft's format. Without questions they are typed, or piped,
-one a line; an empty line ends.
-Each question is a conversation of its own. The answer is the most likely one, unless --temperature says
-otherwise. One process, on its GPU where there is one; models over several: `deepy.py tools/serve.py`.
+--iteration), one global_stepN, or an adapter in peft's format. Without questions on the command line, type or
+pipe them, one per line; an empty line ends.
+Each question is a conversation of its own. Each token of the answer is the most likely one, unless
+--temperature is set. The command runs in one process, on a GPU if there is one; for models that need several
+GPUs use `deepy.py tools/serve.py`.
 """
 
 import argparse
@@ -36,26 +37,45 @@ if TYPE_CHECKING:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("question", nargs="*", help="asked one after another")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="the model, mostly the tuned one")
+    parser.add_argument("question", nargs="*", help="questions, each asked in a new conversation")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the model to ask, usually the trained one")
     parser.add_argument(
         "--adapter",
         action="append",
         default=[],
         metavar="PATH[=WEIGHT]",
-        help="adapters over --model; repeated: their sum",
+        help="LoRA adapters to add to --model, with a factor (default: 1); repeat to add several",
     )
-    parser.add_argument("--compare", metavar="MODEL", help="another one, mostly the original; beside the first")
-    parser.add_argument("--iteration", type=int, metavar="N", help="of --model, where that is a folder of checkpoints")
-    parser.add_argument("--file", metavar="FILE", help="questions, one a line; .jsonl with `prompt` or `messages`")
-    parser.add_argument("--system-file", metavar="FILE", help="what every conversation begins with")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template for both, in the place of their own")
-    parser.add_argument("--maximum-tokens", type=int, default=256, metavar="N", help="of an answer (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most likely answer")
-    parser.add_argument("--top-p", type=float, default=0.0, help="of the most likely tokens so much is sampled from")
-    parser.add_argument("--seed", type=int, default=0, help="of what is sampled")
-    parser.add_argument("--precision", choices=("fp32", "bfloat16", "fp16"), help="unset: as the weights are stored")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each question")
+    parser.add_argument(
+        "--compare", metavar="MODEL", help="a second model, usually the original; both answers are shown side by side"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="checkpoint to use if --model is a folder of them (default: latest)"
+    )
+    parser.add_argument(
+        "--file", metavar="FILE", help="file of questions, one per line; .jsonl: objects with `prompt` or `messages`"
+    )
+    parser.add_argument("--system-file", metavar="FILE", help="file with the system message of every conversation")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja chat template for both models, instead of their own"
+    )
+    parser.add_argument(
+        "--maximum-tokens", type=int, default=256, metavar="N", help="longest answer, in tokens (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature; 0: always the most likely token (default)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.0,
+        help="sample only from the most likely tokens with this total probability; 0: from all (default)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bfloat16", "fp16"), help="dtype of the models (default: as they are stored)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per question")
     options = parser.parse_args(argv)
     if options.question and options.file is not None:
         parser.error("give questions or --file, not both")
@@ -65,8 +85,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def questions_from_stdin() -> Iterator[str]:
-    """Yields the questions on standard input, one a line, up to the first empty line. Prompts for each on a
-    terminal."""
+    """Yields the lines of standard input as questions, up to the first empty line.
+
+    On a terminal, prints a prompt for each."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("question >>> ")
@@ -78,7 +99,7 @@ def questions_from_stdin() -> Iterator[str]:
 
 
 def side_by_side(left: str, right: str, width: int) -> str:
-    """Returns two texts side by side, in two columns of a terminal that is `width` characters wide."""
+    """Returns two texts as two columns of one text, for a terminal that is `width` characters wide."""
     column = max(20, (width - 3) // 2)
     columns = [
         [part for line in text.splitlines() or [""] for part in textwrap.wrap(line, column) or [""]]
@@ -89,7 +110,9 @@ def side_by_side(left: str, right: str, width: int) -> str:
 
 
 def render_answers(question: str, names: Sequence[str], answers: Sequence[str], width: int) -> str:
-    """Returns a question and the models' answers as text to read, for a terminal of `width` characters."""
+    """Returns a question and one or two models' answers as text, for a terminal of `width` characters.
+
+    names: names of the models, in the order of `answers`. Two answers are shown side by side."""
     if len(answers) == 1:
         return f"> {question}\n{answers[0]}\n"
     head, texts = (side_by_side(left, right, width) for left, right in (names, answers))
@@ -98,7 +121,7 @@ def render_answers(question: str, names: Sequence[str], answers: Sequence[str], 
 
 
 def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Sequence[Completion]") -> str:
-    """Returns a question and the models' answers as JSON."""
+    """Returns a question and each model's answer as one line of JSON."""
     replies = [
         {"model": model.name, "answer": answer.text, "tokens": len(answer.tokens), "finished": answer.finished}
         for model, answer in zip(models, answers, strict=True)
@@ -107,7 +130,7 @@ def as_json(question: "Question", models: "Sequence[ChatModel]", answers: "Seque
 
 
 def run(options: argparse.Namespace) -> None:
-    """Answer the questions of the command line or of --file; without any, those on standard input."""
+    """Answers the questions on the command line or in --file; without any, those on standard input."""
     from torch.distributed import destroy_process_group
 
     from megatron.generation import SamplingParams
@@ -147,7 +170,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command line of tools/ask.py. Returns 0; 1 after an error, 130 after Ctrl-C."""
     options = parse(argv)
     from megatron.neox_arguments import UserError
 

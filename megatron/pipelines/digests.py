@@ -1,4 +1,5 @@
-"""Digests of the inputs of a stage; they tell whether it must run again."""
+"""Computes digests of everything that the result of a stage depends on, which show whether it must run
+again."""
 
 import hashlib
 import json
@@ -15,8 +16,8 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.pipelines.errors import PipelineError
 
 CACHE = Path("logs/digests")
-# Declarations of keys that a run may change on its way: what is logged, evaluated, published, saved, and
-# where and in which layout ranks run.
+# Classes that declare keys which do not affect the weights: logging, evaluation, publishing, saving, and on
+# which machines and in which parallel layout the ranks run.
 _UNRELATED_OWNERS = (
     "LoggingKeys", "TextgenKeys", "EvaluationKeys", "OperationsKeys", "ServingKeys", "RunnerKeys", "ParallelKeys",
     "CheckpointKeys",
@@ -27,9 +28,9 @@ _UNRELATED_KEYS = {
     "checkpoint_in_cpu", "contiguous_checkpointing", "partition_activations", "synchronize_each_layer",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler",
 }  # fmt: skip
-_SPLIT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # of train_batch_size, where that is given
-LONGER = ("train_iters", "train_epochs")  # a run whose only change is that these grow goes on
-# Declarations of keys that initial weights depend on, and further ones
+_SPLIT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # irrelevant if train_batch_size is set
+LONGER = ("train_iters", "train_epochs")  # if only these keys grow, the existing run continues
+# Classes that declare keys on which initial weights depend
 _MODEL = (
     "ModelKeys", "MambaKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
 )  # fmt: skip
@@ -38,24 +39,24 @@ _TOKENIZER_FILES = ("vocab_file", "merge_file")
 
 
 def digest(value: Any) -> str:
-    """Returns the SHA-256 of a JSON value."""
+    """Returns the SHA-256 of a value's JSON text, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def file_digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each file by its path, relative to the pipeline's folder.
+    """Returns the SHA-256 of each file, by its path relative to the pipeline's folder.
 
     folder: the pipeline's folder.
-    names: files; folders, which stand for all files in them; prefixes, which stand for their .bin and .idx.
+    names: each a file, a folder (all files below it), or a prefix (its .bin and .idx).
 
-    Digests are cached in `logs/digests` and reused while size and times of a file are unchanged. Raises
+    Digests are cached in `logs/digests`, and reused while size and times of the file are unchanged. Raises
     PipelineError if a name matches no file.
     """
     result = {}
     for name in names:
         files = files_of(folder, name)
         if not files:
-            raise PipelineError(f"{folder / name}: there is no such file, folder or .bin/.idx prefix")
+            raise PipelineError(f"{folder / name}: no such file, folder or prefix of .bin/.idx files")
         for file in files:
             relative = file.relative_to(folder) if file.is_relative_to(folder) else file
             result[str(relative)] = cached_sha256(file, folder / CACHE)
@@ -63,10 +64,9 @@ def file_digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """Returns the files that a name stands for: the file itself, all files of the folder, or .bin and .idx of
-    the prefix.
+    """Returns the files for a name in the folder `folder`: a file itself, or all files below a folder.
 
-    Returns [] if there are none.
+    If `name` is neither, it is a prefix, and the result is its .bin and .idx. [] if no file exists.
     """
     path = folder / name
     if path.is_file():
@@ -77,9 +77,9 @@ def files_of(folder: Path, name: str) -> list[Path]:
 
 
 def config_inputs(args: ModelArgs) -> dict[str, Any]:
-    """Returns the values of the keys that the user set and that affect the weights of a run.
+    """Returns the values of configuration keys that the user set and that affect the trained weights, by key.
 
-    A key set to its default counts as not set.
+    A key that is set to its default counts as not set.
     """
     keys, values = keys_of(NeoXArgs), args.user_values
     unrelated = _UNRELATED_KEYS | (set(_SPLIT) if values.get("train_batch_size") is not None else set())
@@ -87,16 +87,16 @@ def config_inputs(args: ModelArgs) -> dict[str, Any]:
         name: thaw(value)
         for name, value in sorted(values.items())
         if name not in unrelated and (name not in keys or keys[name].owner not in _UNRELATED_OWNERS)
-        if name not in keys or thaw(value) != thaw(keys[name].default)  # as if it were not given
-        if (name, value) != ("precision_fp8", "off") or values.get("te_fp8_mha")  # unset means off without that key
+        if name not in keys or thaw(value) != thaw(keys[name].default)  # a default counts as not set
+        if (name, value) != ("precision_fp8", "off")
+        or values.get("te_fp8_mha")  # off is the default without te_fp8_mha
     }
 
 
 def only_longer(previous: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
-    """Returns whether two attempts have the same inputs, except that `current` trains longer (train_iters or
-    train_epochs).
+    """Returns whether the inputs of two attempts are equal, except that `current` may train longer.
 
-    It is also True for equal inputs.
+    Longer means a larger train_iters or train_epochs. Equal inputs also give True.
     """
     previous_config, current_config = dict(previous.get("config", {})), dict(current.get("config", {}))
     lengths = [(previous_config.pop(key, None), current_config.pop(key, None)) for key in LONGER]
@@ -105,9 +105,10 @@ def only_longer(previous: Mapping[str, Any], current: Mapping[str, Any]) -> bool
 
 
 def run_inputs(args: NeoXArgs, folder: Path, start: str | None) -> dict[str, Any]:
-    """Returns everything that the weights of a run depend on: keys, data, tokenizer, initial weights.
+    """Returns everything that the trained weights depend on: configuration keys, data, tokenizer, initial
+    weights.
 
-    start: SHA-256 of the initial weights; None: there are none. Raises DataError or ConfigError for missing
+    start: SHA-256 of the initial weights; None: none are loaded. Raises DataError or ConfigError for missing
     data.
     """
     data = digest(data_fingerprint(args))
@@ -116,9 +117,10 @@ def run_inputs(args: NeoXArgs, folder: Path, start: str | None) -> dict[str, Any
 
 
 def tokenizer_inputs(args: ModelArgs, folder: Path) -> dict[str, str]:
-    """Returns a digest of each of the tokenizer's files, by the key that names the file.
+    """Returns a digest of each tokenizer file, by the configuration key that names it: vocab_file,
+    merge_file.
 
-    For a tokenizer of the Hub the value is its name, because there is no local file.
+    For a tokenizer on the Hub the value is its name, because there is no local file.
     """
     paths = {key: str(path) for key in _TOKENIZER_FILES if (path := getattr(args, key)) is not None}
     return {
@@ -127,10 +129,11 @@ def tokenizer_inputs(args: ModelArgs, folder: Path) -> dict[str, str]:
 
 
 def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
-    """Returns the values of `load`, `iteration` and `finetune`, and the digest of the weights that `latest`
-    in `load` names. None without `load`.
+    """Returns the keys `load`, `iteration` and `finetune`, and the digest of the weights in `load`; None
+    without `load`.
 
-    Without a local `latest`, or with `iteration`, the digest is left out.
+    The weights are those that the file `latest` in `load` names. The digest is left out if `iteration` is
+    set, or if there is no local `latest`.
     """
     if args.load is None:
         return None
@@ -140,8 +143,10 @@ def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
 
 
 def init_inputs(args: ModelArgs, folder: Path) -> dict[str, Any]:
-    """Returns everything that initial weights depend on: keys of the model, seed, initialisation, tensor and
-    pipeline parallel sizes, tokenizer."""
+    """Returns everything that random initial weights depend on: configuration keys and tokenizer.
+
+    The keys are those of the model and its initialisation, the seed, and tensor and pipeline parallel
+    sizes."""
     keys = keys_of(NeoXArgs)
     config = {
         name: value
@@ -155,7 +160,7 @@ def init_inputs(args: ModelArgs, folder: Path) -> dict[str, Any]:
 def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Returns the differences between the inputs of two attempts as texts, such as `train_iters 100 -> 200`.
 
-    Of an input that is only a digest, such as `data`, the text is the name.
+    If an input such as `data` is only known by its digest, the text is the input's name.
     """
     lines = []
     for name in [*current, *(name for name in previous if name not in current)]:
@@ -178,33 +183,35 @@ def _short_text(value: Any) -> str:
 
 
 def latest_checkpoint(save: Path) -> Path | None:
-    """Returns the checkpoint folder that the file `latest` in `save` names; None without that file."""
+    """Returns the checkpoint folder that the file `latest` in the folder `save` names; None without that
+    file."""
     if not (save / "latest").is_file():
         return None
     return save / (save / "latest").read_text(encoding="utf-8").strip()
 
 
 def numbered(path: Path, word: str = "") -> Path:
-    """Returns the first path PATH.<word>N, N from 1, that does not exist."""
+    """Returns the path with the suffix `.<word>N`, with the smallest N from 1 on for which it does not
+    exist."""
     paths = (path.with_name(f"{path.name}.{word}{number}") for number in count(1))
     return next(candidate for candidate in paths if not candidate.exists())
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """Returns one SHA-256 for all weights of a checkpoint, computed from the SHA-256 of each weight file in
-    manifest.json.
+    """Returns one SHA-256 for all weights of a checkpoint.
 
-    Raises PipelineError if there is no manifest, and if a file in it is missing or has another size.
+    It is computed from the SHA-256 that manifest.json has for each weight file; the files are not read.
+    Raises PipelineError if there is no manifest, or if a file that it lists is missing or has another size.
     """
     try:
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as problem:
-        raise PipelineError(f"{checkpoint}: has no readable manifest.json ({problem})") from None
+        raise PipelineError(f"{checkpoint}: its manifest.json is missing or cannot be read ({problem})") from None
     for name, record in files.items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != record.get("size", path.stat().st_size):
             raise PipelineError(f"{path}: is missing, or has another size than manifest.json says")
     weights = {name: record["sha256"] for name, record in files.items() if name.startswith("layer_")}
-    if not weights:  # one file for each model rank holds all
+    if not weights:  # the checkpoint has one file per model-parallel rank instead of one per layer
         weights = {name: record["sha256"] for name, record in files.items() if name.startswith("mp_rank_")}
     return digest(weights)

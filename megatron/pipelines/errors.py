@@ -1,11 +1,11 @@
-"""Errors of pipelines, and the exit codes of the command."""
+"""Defines the errors of pipelines, and the exit codes of `deepy.py pipeline`."""
 
 from megatron.neox_arguments.errors import UserError
 
 FAILED, GATE_FAILED, METRIC_MISSING, STOPPED = 1, 3, 4, 124
-"""Exit codes of a failed stage, a failed gate, a gate that lacks a metric, and a stopped stage.
+"""Exit codes for a failed stage, a failed gate, a metric that a gate misses, and a stopped stage.
 
-A stopped stage has saved and is not finished; slurm/job.sh queues a job again for 124."""
+A stopped stage has saved, but is not finished; slurm/job.sh queues a job again that ends with 124."""
 
 
 class PipelineError(UserError):
@@ -15,11 +15,12 @@ class PipelineError(UserError):
 def cannot_write(path: object, problem: OSError) -> PipelineError:
     """Returns the PipelineError for a file that cannot be written, as on a full or read-only disk."""
     reason = problem.strerror or problem
-    return PipelineError(f"{path}: cannot be written ({reason}); make room there, then `resume` goes on from here")
+    return PipelineError(f"{path}: cannot be written ({reason}); free space or allow writing there, then run `resume`")
 
 
 class StageFailed(PipelineError):
-    """A command of a stage failed or was stopped. code: the exit code of the pipeline."""
+    """A stage of a pipeline failed, was stopped or was refused by its gate. code: exit code of the
+    command."""
 
     def __init__(self, message: str, code: int = FAILED) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Judges gates, writes the verdicts as files, and finds a person's overrides of them."""
+"""Judges stages by their gates, writes the verdicts to files, and finds overrides of verdicts by a person."""
 
 import math
 import re
@@ -24,12 +24,11 @@ _SHAPE: Shape = {
     "stage": text, "result": text, "time": seconds, "weights_sha256": text, "requirements": text,
     "lines": list_of(text), "file": text,
 }  # fmt: skip
-"""The fields that every reader of a verdict needs."""
+"""The fields that a verdict's file must have, with their types."""
 
 
 def gates_of(pipeline: Pipeline) -> dict[str, Gate]:
-    """Returns the gates of a pipeline by the name of the training stage; {} if the pipeline has no gates
-    file.
+    """Returns the gates of a pipeline by the name of the training stage; {} if it has no gates file.
 
     Raises ConfigError for mistakes in the file.
     """
@@ -38,22 +37,22 @@ def gates_of(pipeline: Pipeline) -> dict[str, Gate]:
 
 
 def requirements_digest(gate: Gate | None) -> str | None:
-    """Returns a SHA-256 of a gate, which shows whether the gate has changed; None without a gate."""
+    """Returns a SHA-256 of a gate's requirements, to detect changes of the gate; None without a gate."""
     return digest(asdict(gate)) if gate is not None else None
 
 
 def judge_stage(pipeline: Pipeline, stage: Stage, gate: Gate, record: StageRecord) -> dict[str, Any]:
-    """Judges a stage's result by its gate, writes the verdict as the next `logs/verdicts/<stage>-N.json`, and
-    returns it.
+    """Judges a stage's result by its gate. Writes the verdict to `logs/verdicts/<stage>-N.json`, and returns
+    it.
 
-    Some entries of the verdict:
+    record: the stage's record, which names its weights and evaluation. Some entries of the verdict:
 
-    `result`: pass, fail or missing.
-    `exit_code`: 0, 3 or 4.
-    `checks`: each bound with its numbers.
+    `result`: pass, fail or missing (a metric is missing).
+    `exit_code`: 0, 3 or 4 for these results.
+    `checks`: each bound of the gate with the compared numbers.
     `lines`: the checks as text.
     `weights_sha256`: digest of the judged weights.
-    `baseline`: the stage compared with, and the digest of its weights; None without a comparison.
+    `baseline`: the baseline stage, and the digest of its weights; None without a baseline.
     `requirements`: digest of the gate.
     `file`: path of the verdict, relative to the pipeline's folder.
     """
@@ -80,26 +79,29 @@ def judge_stage(pipeline: Pipeline, stage: Stage, gate: Gate, record: StageRecor
 
 
 def read_verdicts(folder: Path, stage: str) -> list[dict[str, Any]]:
-    """Returns all verdicts on a stage, the oldest first."""
+    """Returns all verdicts on a stage, the oldest first. folder: the pipeline's folder."""
     return [read_verdict(folder, str(path)) for _, path in sorted(_numbered(folder, stage).items())]
 
 
 def read_verdict(folder: Path, file: str) -> dict[str, Any]:
-    """Returns the verdict in a file. Raises PipelineError if it cannot be read.
+    """Reads a verdict from its file. Raises PipelineError if the file cannot be read.
 
-    file: path relative to the pipeline's folder.
+    folder: the pipeline's folder. file: path relative to it, such as `logs/verdicts/sft-1.json`.
     """
     try:
         verdict = read_object(folder / file)
         return {**verdict, **complete(_SHAPE)(verdict)}
     except FileNotFoundError:
-        raise PipelineError(f"{folder / file}: no longer exists; run `gate` to judge again") from None
+        raise PipelineError(f"{folder / file}: the verdict no longer exists; run `gate` to judge again") from None
     except (OSError, ValueError, Unfit) as problem:
-        raise PipelineError(f"{folder / file}: cannot be read ({problem}); move it away, and run `gate`") from None
+        raise PipelineError(
+            f"{folder / file}: the verdict cannot be read ({problem}); move the file away, and run `gate`"
+        ) from None
 
 
 def _numbered(folder: Path, stage: str) -> dict[int, Path]:
-    """Returns the files of the verdicts on a stage by their number."""
+    """Returns the files of the verdicts on a stage by the number in their names; paths relative to
+    `folder`."""
     verdicts = {}
     for path in (folder / FOLDER).glob("*.json"):
         if match := re.fullmatch(rf"{re.escape(stage)}-(\d+)\.json", path.name):
@@ -108,8 +110,9 @@ def _numbered(folder: Path, stage: str) -> dict[int, Path]:
 
 
 def logs_of(pipeline: Pipeline, stage: Stage, record: StageRecord) -> Path:
-    """Returns the folder with the metrics of a stage's run: its log folder, or the promoted copy if the logs
-    are deleted."""
+    """Returns the folder that has the metrics.jsonl of a stage's run.
+
+    It is the run's log folder; if that has none any more, it is the folder of the promoted weights."""
     logs = pipeline.save(stage.name) / "logs"
     final = pipeline.final(stage.name)
     is_promoted = not (logs / METRICS_FILE).is_file() and promoted_weights(final) == record.weights.get("sha256")
@@ -117,7 +120,7 @@ def logs_of(pipeline: Pipeline, stage: Stage, record: StageRecord) -> Path:
 
 
 def has_moved(pipeline: Pipeline, verdict: Mapping[str, Any]) -> bool:
-    """Returns whether the baseline stage has been promoted with other weights since the verdict compared with
+    """Returns whether the baseline stage now has other promoted weights than when the verdict compared with
     it."""
     baseline = verdict.get("baseline")
     if not baseline:
@@ -126,8 +129,10 @@ def has_moved(pipeline: Pipeline, verdict: Mapping[str, Any]) -> bool:
 
 
 def find_override(folder: Path, verdict: Mapping[str, Any]) -> Override | None:
-    """Returns the newest override of a verdict: one for the same stage, weights, gate and baseline weights.
-    None if there is none."""
+    """Returns the newest override that applies to a verdict; None if there is none.
+
+    It applies if stage, weights, gate and the baseline's weights are the same. folder: the pipeline's
+    folder."""
     baseline = (verdict["baseline"] or {}).get("weights_sha256")
     key = (verdict["stage"], verdict["weights_sha256"], verdict["requirements"], baseline)
     for override in reversed(read_overrides(folder)):
@@ -137,7 +142,7 @@ def find_override(folder: Path, verdict: Mapping[str, Any]) -> Override | None:
 
 
 def _json_value(value: Any) -> Any:
-    """Returns the value with NaN and infinities, which JSON lacks, as text."""
+    """Returns the value with NaN and infinity, which JSON lacks, replaced by text; also inside mappings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

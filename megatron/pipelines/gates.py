@@ -1,6 +1,6 @@
-"""Promotion gates: what a stage's metrics must be before its weights move to `checkpoints/<stage>_final`.
+"""Judges promotion gates: bounds that a stage's metrics must meet before its weights are promoted.
 
-A file of gates holds a list of requirements for each stage:
+Promoted weights are those at `checkpoints/<stage>_final`. A gates file has a list of requirements per stage:
 
     sft:
       baseline: pretrain
@@ -10,7 +10,7 @@ A file of gates holds a list of requirements for each stage:
         - {metric: eval_tasks/piqa_acc, min: 0.6, stderr_z: 1.0}
         - {metric: eval_tasks/piqa_acc, max_drop: 0.01}
 
-Judging is a pure function of the requirements, the stage's measurements and those of its baseline.
+`judge` depends only on the requirements and on the measurements of the stage and of its baseline stage.
 """
 
 import math
@@ -37,21 +37,23 @@ MISSING: Final = "missing"
 
 @dataclass(frozen=True)
 class Requirement:
-    """One entry of `require`: a metric and its bounds. It passes if all of its bounds hold."""
+    """One entry of `require` in a gates file: a metric and its bounds, all of which must hold."""
 
     metric: str = new_key(REQUIRED, "Name of a metric in metrics.jsonl, or eval_tasks/TASK_METRIC for a task")
     min: float | None = new_key(None, "Smallest allowed value")
     max: float | None = new_key(None, "Largest allowed value")
     max_drop: float | str | None = new_key(
-        None, "Largest drop below the baseline's value: a number, or a share of the value as 2%"
+        None, "Largest allowed drop below the baseline's value: a number, or a share of that value such as 2%"
     )
-    max_rise: float | str | None = new_key(None, "Largest rise above the baseline's value, likewise")
+    max_rise: float | str | None = new_key(
+        None, "Largest allowed rise above the baseline's value: a number, or a share of that value such as 2%"
+    )
     window: int | str | None = new_key(
-        None, "Number of last steps, or a share of the run as 10%; unset: the last value alone"
+        None, "Last steps whose values are combined: a number, or a share of the run such as 10%; unset: the last value"
     )
-    aggregate: Literal["mean", "min", "max", "last"] = new_key("mean", "How the values of a window are combined")
+    aggregate: Literal["mean", "min", "max", "last"] = new_key("mean", "How the values in the window are combined")
     stderr_z: float | None = new_key(
-        None, "Number of standard errors by which every bound must hold, with the baseline's error included", ge=0
+        None, "Number of standard errors by which every bound must hold; the baseline's error is included", ge=0
     )
 
 
@@ -59,15 +61,15 @@ class Requirement:
 class GateKeys:
     """The keys of one stage in a gates file."""
 
-    require: tuple[Any, ...] = new_key(REQUIRED, "The requirements")
-    baseline: str | None = new_key(None, "Stage for comparison by max_drop and max_rise")
+    require: tuple[Any, ...] = new_key(REQUIRED, "List of requirements, all of which must be met")
+    baseline: str | None = new_key(None, "Earlier stage with whose metrics max_drop and max_rise compare")
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The gate of one stage: what its result must fulfil to be promoted.
+    """The gate of one stage: the requirements that its result must meet to be promoted.
 
-    baseline: the stage that max_drop and max_rise compare with; None without such bounds.
+    baseline: the stage with whose metrics max_drop and max_rise compare; None without such bounds.
     """
 
     stage: str
@@ -77,11 +79,14 @@ class Gate:
 
 @dataclass(frozen=True)
 class Check:
-    """The result for one bound of a requirement, for example min.
+    """The result of checking one bound of a requirement, such as `max: 2.9`.
 
-    limit: the number that `value` was compared with, computed from `given` and the baseline's value.
-    given: the bound as written in the file.
-    problem: why the value is missing or not a number; "" otherwise.
+    given: the bound as written in the gates file.
+    value: the measured value. limit: the number that it was compared with, computed from `given` and the
+        baseline's value.
+    stderr: standard error of the comparison; None without stderr_z. window: rows from which `value` was
+    computed.
+    problem: why the value is missing or not finite; "" otherwise.
     """
 
     metric: str
@@ -98,7 +103,7 @@ class Check:
     problem: str = ""
 
     def __str__(self) -> str:
-        """Returns a line such as `validation/lm_loss 3.21 <= 2.9: fail`."""
+        """Returns the check as a line of text, such as `validation/lm_loss 3.21 <= 2.9: fail`."""
         if self.value is None or self.limit is None:
             return f"{self.metric} ({self.bound} {self.given}): {self.result}: {self.problem}"
         operator = ">=" if self.bound in ("min", "max_drop") else "<="
@@ -110,8 +115,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The checks of all bounds of a gate. Its exit code is 4 if a metric is missing, else 3 if a check
-    failed, else 0."""
+    """The result of judging a stage by its gate: the checks of all bounds.
+
+    `result` is missing if a metric is missing, else fail if a check failed, else pass."""
 
     checks: tuple[Check, ...]
 
@@ -122,32 +128,36 @@ class Judgement:
 
     @property
     def exit_code(self) -> int:
-        """Returns 0 if the gate passed, 3 if it failed, 4 if a metric is missing."""
+        """The exit code for this result: 0 if the gate passed, 3 if it failed, 4 if a metric is missing."""
         return {PASS: 0, FAIL: GATE_FAILED, MISSING: METRIC_MISSING}[self.result]
 
 
 def read_gates(file: Path, stages: Sequence[str]) -> dict[str, Gate]:
-    """Returns the gates in a gates file by stage.
+    """Reads and checks a gates file, and returns the gates by the name of the stage.
 
-    stages: names of the stages that may have a gate, in running order.
+    stages: names of the stages that may have a gate, in the order in which they run.
 
-    Raises ConfigError with a line for each mistake: `FILE:LINE: key: problem`.
+    Raises ConfigError with a line `FILE:LINE: key: problem` for each mistake.
     """
     origins: dict[str, str] = {}
     problems = ErrorCollector(origins)
     gates = {}
     for name, raw_gate in read_declared(file, origins, problems).items():
         if name not in stages:
-            problems.add(str(name), f"is not a training stage of the pipeline; there are {', '.join(stages) or 'none'}")
+            problems.add(
+                str(name),
+                f"is not a training stage of the pipeline; its training stages: {', '.join(stages) or 'none'}",
+            )
         elif not isinstance(raw_gate, Mapping):
-            problems.add(name, "expected a mapping with require, and baseline for max_drop and max_rise")
+            problems.add(name, "expected a mapping with the key require (and baseline, for max_drop and max_rise)")
         else:
             gates[name] = _gate(name, raw_gate, problems)
     for name, gate in gates.items():
         earlier = stages[: list(stages).index(name)]
         if gate.baseline is not None and gate.baseline not in earlier:
             problems.add(
-                f"{name}.baseline", f"{gate.baseline} is not an earlier stage; there are {', '.join(earlier) or 'none'}"
+                f"{name}.baseline",
+                f"{gate.baseline} is not an earlier training stage; earlier stages: {', '.join(earlier) or 'none'}",
             )
     problems.raise_if_any()
     return gates
@@ -157,7 +167,7 @@ def _gate(name: str, raw_gate: Mapping[str, Any], problems: ErrorCollector) -> G
     values = check_keys(GateKeys, raw_gate, problems, f"{name}.")
     items = values["require"] or ()
     if values["require"] == ():
-        problems.add(f"{name}.require", f"is empty; to have no gate, remove {name}")
+        problems.add(f"{name}.require", f"is empty; add a requirement, or remove {name} to have no gate")
     requirements = [
         _requirement(f"{name}.require.{i}", item, values["baseline"], problems) for i, item in enumerate(items)
     ]
@@ -166,7 +176,7 @@ def _gate(name: str, raw_gate: Mapping[str, Any], problems: ErrorCollector) -> G
 
 def _requirement(path: str, item: Any, baseline: str | None, problems: ErrorCollector) -> Requirement | None:
     if not isinstance(item, Mapping):
-        problems.add(path, "expected a mapping, as {metric: validation/lm_loss, max: 2.9}")
+        problems.add(path, "expected a mapping, such as {metric: validation/lm_loss, max: 2.9}")
         return None
     num_problems = len(problems.lines)
     values = check_keys(Requirement, dict(item), problems, f"{path}.")
@@ -177,20 +187,22 @@ def _requirement(path: str, item: Any, baseline: str | None, problems: ErrorColl
         problems.add(path, f"{requirement.metric}: has no bound; give min, max, max_drop or max_rise")
     for bound, value in _bounds(requirement):
         if isinstance(value, str) and _share(value) is None:
-            problems.add(f"{path}.{bound}", f'expected a number, or a share as 2%, got "{value}"')
+            problems.add(f"{path}.{bound}", f'expected a number, or a share such as 2%, got "{value}"')
         elif bound in ("max_drop", "max_rise") and not isinstance(value, str) and value < 0:
             problems.add(f"{path}.{bound}", f"expected at least 0, got {value}")
         if bound in ("max_drop", "max_rise") and baseline is None:
-            problems.add(f"{path}.{bound}", "needs a baseline; set baseline to a stage, beside require")
+            problems.add(f"{path}.{bound}", "needs a baseline; beside require, set baseline to an earlier stage")
     if requirement.min is not None and requirement.max is not None and requirement.min > requirement.max:
-        problems.add(f"{path}.min", f"{requirement.min} is more than max {requirement.max}: nothing can pass")
+        problems.add(
+            f"{path}.min", f"{requirement.min} is more than max {requirement.max}, so no value can pass; correct one"
+        )
     window = requirement.window
     if isinstance(window, str) and not 0 < (_share(window) or 0) <= 1:
-        problems.add(f"{path}.window", f'expected a number of steps, or a share of the run as 10%, got "{window}"')
+        problems.add(f"{path}.window", f'expected a number of steps, or a share of the run such as 10%, got "{window}"')
     if isinstance(window, int) and window < 1:
         problems.add(f"{path}.window", f"expected at least 1 step, got {window}")
     if window is None and requirement.aggregate != "mean":
-        problems.add(f"{path}.aggregate", "has no effect without window; set window, or remove it")
+        problems.add(f"{path}.aggregate", "has no effect without window; set window, or remove aggregate")
     return requirement
 
 
@@ -200,10 +212,10 @@ def _bounds(requirement: Requirement) -> list[tuple[Bound, float | str]]:
 
 
 def judge(gate: Gate, measured: Measurements, baseline: Measurements | None) -> Judgement:
-    """Returns the checks of all bounds of a gate.
+    """Checks all bounds of a gate, and returns the judgement.
 
     measured: measurements of the judged stage.
-    baseline: measurements of the baseline's promoted weights; None if there are none.
+    baseline: measurements of the baseline stage's promoted weights; None if it has none.
     """
     return Judgement(tuple(
         _check(requirement, bound, threshold, measured, baseline)
@@ -221,7 +233,7 @@ def _check(
         reference: Measured | None = None
         if bound in ("max_drop", "max_rise"):
             if baseline is None:
-                raise MissingError("the baseline stage has no promoted weights to compare with")
+                raise MissingError("the baseline stage has no promoted weights to compare with; run that stage first")
             try:
                 reference = _measure(requirement, baseline)
             except MissingError as problem:
@@ -254,7 +266,7 @@ def _measure(requirement: Requirement, measured: Measurements) -> Measured:
 
 
 def _share(value: float | str | None) -> float | None:
-    """Converts `10%` to 0.1. Returns None for another value."""
+    """Returns a share as a number: 0.1 for `10%`. None for any other value."""
     match = _SHARE.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else float(match[1]) / 100
 

@@ -1,4 +1,5 @@
-"""Reads the measurements of a stage's result: its metrics.jsonl and the scores of its evaluation."""
+"""Reads the measurements of a stage for its gate: metrics.jsonl of its run, and the scores of its
+evaluation."""
 
 import difflib
 import math
@@ -17,17 +18,18 @@ _TASK_PREFIX = "eval_tasks/"
 
 
 class MissingError(Exception):
-    """Raised if a gate cannot judge a metric: it was never logged, is older than the weights, or does not fit
-    the requirement. The message gives the cause."""
+    """Raised if a gate cannot judge a metric. The message gives the cause.
+
+    The metric was never logged, was measured on older weights, or does not fit the requirement."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured value.
+    """The measured value of a metric, with its standard error.
 
-    stderr: its standard error; None if unknown.
-    window: the rows it was computed from (first and last iteration, number of rows); None for a score of an
-        evaluation.
+    stderr: standard error; None if unknown.
+    window: `first` and `last` iteration and number (`rows`) of the rows from which the value was computed;
+        None for a score of an evaluation.
     """
 
     value: float
@@ -39,10 +41,10 @@ class Measured:
 class Measurements:
     """The logged metrics and the evaluation scores of one run.
 
-    rows: rows of metrics.jsonl in order of their iterations.
+    rows: rows of metrics.jsonl, one per iteration, in order.
     scores: eval.py's scores by `eval_tasks/<task>_<metric>`, and their standard errors by
         `eval_tasks/<task>_<metric>_stderr`.
-    iteration: the iteration of the weights; None: that of the last row.
+    iteration: iteration at which the judged weights were saved; None: that of the last row.
     """
 
     rows: Sequence[Mapping[str, Any]] = ()
@@ -50,21 +52,22 @@ class Measurements:
     iteration: int | None = None
 
     def measure(self, metric: str, window: int | float | None = None, aggregate: str = "mean") -> Measured:
-        """Returns the last value of a metric, or an aggregate of its values in a window.
+        """Returns the last value of a metric, or its values in a window of last steps combined into one.
 
-        window: how many of the last steps: a number (int), or a share of the run between 0 and 1 (float).
-            None: the last value alone.
-        aggregate: mean, min, max or last. Of these only the mean has a standard error, which takes the rows
-            as independent.
+        window: number of steps (int), or a share of the run between 0 and 1 (float); None: the last value.
+        aggregate: mean, min, max or last. Only mean has a standard error, computed as if the rows were
+            independent.
 
         Raises MissingError if the metric is missing, or the run is shorter than the window.
         """
         if metric in self.scores:
             if window is not None:
-                raise MissingError(f"{metric} is a score of the evaluation, a single value; remove window")
+                raise MissingError(
+                    f"{metric} is a score of the evaluation, a single value; remove window from the gate"
+                )
             return Measured(self.scores[metric], self.scores.get(f"{metric}_stderr"))
         if not any(metric in row for row in self.rows):
-            raise MissingError(f"there is no metric {metric}; {_nearest(metric, self.names())}")
+            raise MissingError(f"no metric {metric} was logged or evaluated; {_nearest(metric, self.names())}")
         rows, last = self._rows_of_kind(metric)
         if window is None:
             iteration = rows[-1]["iteration"]
@@ -73,7 +76,7 @@ class Measurements:
             return Measured(_number(rows[-1][metric]), error, {"first": iteration, "last": iteration, "rows": 1})
         steps = max(1, math.ceil(round(window * last, 6))) if isinstance(window, float) else window
         if steps > last:
-            raise MissingError(f"{metric}: the window is {steps} steps, but the run has only {last}")
+            raise MissingError(f"{metric}: the window is {steps} steps, but the run has only {last} steps")
         window_rows = [row for row in rows if row["iteration"] > last - steps]
         if not window_rows:
             raise MissingError(f"{metric} was not logged in the last {steps} steps")
@@ -94,54 +97,59 @@ class Measurements:
         return Measured(value, error, used_window)
 
     def _rows_of_kind(self, metric: str) -> tuple[list[Mapping[str, Any]], int]:
-        """Returns the rows that have metrics with the prefix of `metric` (train/, validation/), and the
-        iteration of the weights.
+        """Returns (rows with metrics of the same prefix, such as train/, as `metric`; iteration of the
+        weights).
 
-        Raises MissingError if the last of these rows is older than the weights, because it measures other
+        Raises MissingError if the last of these rows was measured before the weights were saved, so on other
         weights. Training metrics are logged every few steps, so they may be older by less than that interval.
         """
         kind = metric.partition("/")[0] + "/" if "/" in metric else ""
         rows = [row for row in self.rows if any(name.startswith(kind) for name in row)]
         last = self.iteration if self.iteration is not None else self.rows[-1]["iteration"]
         newest = rows[-1]["iteration"]
-        # Training is logged every so many steps, validation is done after the last one too.
+        # Training metrics are logged only every few steps; validation always also runs after the last step.
         spacing = newest - rows[-2]["iteration"] if len(rows) > 1 else newest
         if last - newest >= (max(1, spacing) if kind in ("train/", "") else 1):
-            raise MissingError(f"{metric} was last measured at iteration {newest}; the weights are of iteration {last}")
+            raise MissingError(
+                f"{metric} was last measured at iteration {newest}, but the weights are of iteration {last}; log or "
+                "evaluate it at the end of the run"
+            )
         return rows, last
 
     def _need(self, metric: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises MissingError if a row lacks the metric. Training leaves NaN out of its rows."""
+        """Raises MissingError if one of the rows lacks the metric. Training may leave NaN out of a row."""
         missing = [row["iteration"] for row in rows if metric not in row]
         if missing:
-            raise MissingError(f"{metric} has no value at iteration {missing[-1]}: not measured then, or NaN")
+            raise MissingError(
+                f"{metric} has no value at iteration {missing[-1]}: it was not measured then, or was NaN"
+            )
 
     def _logged_error(self, metric: str, iteration: int) -> float | None:
-        """Returns the standard error that was logged with a task's score at this iteration; None if there is
-        none."""
+        """Returns the standard error that was logged with an `eval_tasks` score at this iteration; None
+        without."""
         if not metric.startswith(_TASK_PREFIX):
             return None
         errors = [row.get(f"{metric}_stderr") for row in self.rows if row["iteration"] == iteration]
         return _number(errors[-1]) if errors and errors[-1] is not None else None
 
     def names(self) -> set[str]:
-        """Returns the names of all metrics and scores."""
+        """Returns the names of all logged metrics that are numbers, and of all evaluation scores."""
         return {name for row in self.rows for name, value in row.items() if _is_number(value)} | set(self.scores)
 
 
 def read_measurements(logs: Path, scores: Path | None = None, iteration: int | None = None) -> Measurements:
-    """Returns the metrics in a log folder and the scores of an evaluation.
+    """Reads the metrics in a log folder and the scores of an evaluation.
 
-    scores: the file of scores; None: no evaluation.
-    iteration: the iteration of the weights; later rows are left out.
+    scores: file with the scores; None: no evaluation.
+    iteration: iteration at which the weights were saved; later rows are left out. None: use all rows.
 
-    Raises PipelineError if the file of scores cannot be read.
+    Raises PipelineError if the file with the scores cannot be read.
     """
     rows_by_step: dict[int, dict[str, Any]] = {}
     file = logs / METRICS_FILE
     if file.is_file():
-        # A value that is no number is dropped: a gate on it finds it missing. A step that was logged twice,
-        # before and after a restart, counts once.
+        # `read_metrics` drops values that are no numbers, so a gate finds them missing. The rows of a step
+        # that was logged twice, before and after a restart, are merged.
         for row in read_metrics(file, Problems()):
             rows_by_step[row["iteration"]] = {**rows_by_step.get(row["iteration"], {}), **row}
     score_values: dict[str, float] = {}
@@ -150,17 +158,19 @@ def read_measurements(logs: Path, scores: Path | None = None, iteration: int | N
             score_values = {name: float(value) for name, value in map_of(number)(read_object(scores)).items()}
         except (OSError, ValueError, Unfit) as problem:
             raise PipelineError(
-                f"{scores}: cannot be read ({problem}); remove it; `resume` then evaluates again"
+                f"{scores}: the evaluation's scores cannot be read ({problem}); remove the file, and run `resume` to "
+                "evaluate again"
             ) from None
     steps = sorted(step for step in rows_by_step if iteration is None or step <= iteration)
     return Measurements(tuple(rows_by_step[step] for step in steps), score_values, iteration)
 
 
 def scores_of_results(file: Path) -> dict[str, float]:
-    """Returns the scores in a result file of eval.py, by the name `eval_tasks/<task>_<metric>` that training
-    uses too.
+    """Returns the scores in a result file of eval.py by `eval_tasks/<task>_<metric>`, the name in
+    metrics.jsonl.
 
-    If lm-eval applied a filter (other than `none`), its name is appended.
+    For results of an lm-eval filter other than `none`, `_<filter>` is appended. Standard errors end in
+    _stderr.
     """
     scores = {}
     for task, values in read_object(file).get("results", {}).items():
@@ -177,8 +187,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    """Returns a logged value as a float. null, or another value that is no number, becomes NaN, which passes
-    no gate."""
+    """Returns a logged value as a float. A value that is no number, such as null, becomes NaN, which fails a
+    gate."""
     return float(value) if _is_number(value) else math.nan
 
 

@@ -1,4 +1,5 @@
-"""Options of a pipeline's command line for the runs of all stages, and the command lines of these runs."""
+"""Builds the command lines of deepy.py that train and evaluate a stage, from pipeline.yml and typed
+options."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from megatron.pipelines.definition import Pipeline, Stage
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line of a pipeline that apply to its stages.
+    """Options typed for `deepy.py pipeline run` or `resume` that apply to the runs of all stages.
 
-    fp8: `auto` (--fp8), `off` (--no-fp8) or None.
-    precision: value of the key `precision`.
+    fp8: `auto` (--fp8), `off` (--no-fp8) or None (neither).
+    precision: value of --precision, for the key `precision`.
     settings: KEY=VALUE of --set.
     launcher: value of --launcher, for deepy.py.
     """
@@ -29,18 +30,19 @@ class Options:
     launcher: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the options for `pipeline_state.json`. The launcher is left out, because it applies to one
+        """Returns the options as JSON for pipeline_state.json, without the launcher, which applies to one
         start only."""
         return {"fp8": self.fp8, "precision": self.precision, "settings": list(self.settings)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Options":
-        """Returns the options in a value of `to_json`. {} gives options that are all unset."""
+        """Returns the options that `to_json` wrote; {} gives options that are all unset."""
         return cls(values.get("fp8"), values.get("precision"), tuple(values.get("settings", ())))
 
     def fill_from(self, earlier: "Options") -> "Options":
-        """Returns these options, with unset ones taken from `earlier`. Of --set, each key is taken
-        separately."""
+        """Returns these options, with unset ones taken from `earlier`; keys of --set are merged one by one.
+
+        The launcher is never taken from `earlier`."""
         keys = {pair.partition("=")[0] for pair in self.settings}
         retained = [pair for pair in earlier.settings if pair.partition("=")[0] not in keys]
         return Options(
@@ -48,19 +50,19 @@ class Options:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags of deepy.py for `fp8` and `launcher`."""
+        """Returns the options `fp8` and `launcher` as flags of deepy.py, such as `--no-fp8`."""
         fp8 = {"auto": ["--fp8"], "off": ["--no-fp8"], None: []}[self.fp8]
         return [*fp8, *(["--launcher", self.launcher] if self.launcher is not None else [])]
 
     def pairs(self) -> list[str]:
-        """Returns `precision` and `settings` as KEY=VALUE."""
+        """Returns the options `precision` and `settings` as KEY=VALUE, for --set of deepy.py."""
         return [*([] if self.precision is None else [f"precision={self.precision}"]), *self.settings]
 
 
 def train_words(pipeline: Pipeline, stage: Stage, options: Options, *further: str) -> list[str]:
-    """Returns the deepy.py arguments that train a stage, to be run in the pipeline's folder.
+    """Returns the arguments for deepy.py that train a stage, to be run in the pipeline's folder.
 
-    further: additional flags, such as `--init-only` to write initial weights only.
+    further: additional flags, such as `--init-only` to write only initial weights.
     """
     save = f"checkpoints/{stage.name}"
     pairs = [f"save={save}", f"log_dir={save}/logs"]
@@ -70,9 +72,9 @@ def train_words(pipeline: Pipeline, stage: Stage, options: Options, *further: st
 
 
 def eval_words(pipeline: Pipeline, stage: Stage, options: Options, checkpoint: Path, prefix: str) -> list[str]:
-    """Returns the deepy.py arguments that evaluate a checkpoint of a stage.
+    """Returns the arguments for deepy.py that evaluate a checkpoint of a stage with eval.py.
 
-    prefix: the beginning of the names of result files.
+    checkpoint: folder global_stepN. prefix: begins the names of the result files.
     """
     folder = checkpoint.parent.relative_to(pipeline.folder)
     pairs = [
@@ -94,5 +96,7 @@ def _words(
 
 
 def parse_words(words: Sequence[str]) -> NeoXArgs:
-    """Returns the configuration that these deepy.py arguments give in this folder. Raises ConfigError."""
+    """Returns the configuration that deepy.py, started in the current folder with these arguments, would use.
+
+    Raises ConfigError for mistakes in it."""
     return parse_deepy(words, preset_root=install_root()).args

@@ -1,4 +1,4 @@
-"""One page of HTML of all stages of a pipeline, which needs no network."""
+"""Writes pipeline.html, a page that shows all stages of a pipeline and needs no network access."""
 
 import os
 import time
@@ -23,14 +23,14 @@ from megatron.pipelines.state import State, read_overrides
 from megatron.pipelines.table import rows_of
 
 PAGE = "pipeline.html"
-_TITLES = ("loss", "reward", "validation", "scores")  # of the plots that are shown, in small letters
+_TITLES = ("loss", "reward", "validation", "scores")  # only plots whose title contains one of these are shown
 
 
 def write_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> Path:
-    """Writes pipeline.html into the pipeline's folder and returns its path.
+    """Writes pipeline.html into the pipeline's folder, and returns its path.
 
-    say: receives a line if plots are left out because bokeh is not installed. Raises PipelineError if the
-    page cannot be written.
+    say: called with a message if plots are left out because bokeh is not installed. Raises PipelineError if
+    the page cannot be written.
     """
     path = pipeline.folder / PAGE
     unfinished = temporary(path)
@@ -44,7 +44,9 @@ def write_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> 
 
 
 def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
-    """Returns the HTML of pipeline.html. say: as for `write_page`."""
+    """Returns the HTML text of pipeline.html.
+
+    say: called with a message if plots are left out because bokeh is not installed."""
     overrides = read_overrides(pipeline.folder)
     sections = [_section(pipeline, stage, state) for stage in pipeline.stages]
     stage_plots, models = {}, []
@@ -56,7 +58,7 @@ def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
             models += stage_models
     except ReportError as missing:
         problem = str(missing)
-        say(f"{PAGE}: without plots: {missing}")
+        say(f"{PAGE} is written without plots: {missing}")
     drawing = embedded(models) if models else {"bokeh": [], "data": "null"}
     return str(_template().render(
         title=pipeline.title, made=time.strftime("%Y-%m-%d %H:%M:%S"), table=rows_of(pipeline, state, works=True),
@@ -68,7 +70,7 @@ def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
 
 
 def _section(pipeline: Pipeline, stage: Stage, state: State) -> dict[str, Any]:
-    """Returns what the page shows of one stage, except its plots, as variables of the template."""
+    """Returns the template's variables for one stage, except its plots: record, sources, verdicts, scores."""
     record = state[stage.name]
     verdicts = read_verdicts(pipeline.folder, stage.name)
     notes = read_notes(pipeline.folder) if stage.sources else {}
@@ -85,8 +87,9 @@ def _section(pipeline: Pipeline, stage: Stage, state: State) -> dict[str, Any]:
 
 
 def _scores(folder: Path, evaluation: Mapping[str, str]) -> dict[str, str]:
-    """Returns the evaluation's scores with their standard errors as text, by name. evaluation:
-    `StageRecord.evaluation`."""
+    """Returns each score of a stage's evaluation as text with its standard error, such as `0.7123 ± 0.0103`.
+
+    evaluation: `StageRecord.evaluation`, which names the file of scores."""
     if not evaluation:
         return {}
     scores = read_measurements(folder / "-", folder / evaluation["scores"]).scores
@@ -99,8 +102,8 @@ def _scores(folder: Path, evaluation: Mapping[str, str]) -> dict[str, str]:
 
 
 def _plots(pipeline: Pipeline, stage: Stage) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns (variables of the template for each plot, bokeh's models) for the losses, rewards and scores of
-    a stage."""
+    """Returns (template's variables for each plot, bokeh figures) for the losses, rewards and scores of a
+    stage."""
     from megatron.operations.report import figures
 
     save = pipeline.save(stage.name)

@@ -1,5 +1,4 @@
-"""Runs the commands of stages as processes: logs their output, passes signals on, ends all of their
-children."""
+"""Runs the commands of stages as processes: logs their output, passes signals on, and ends their children."""
 
 import ctypes
 import os
@@ -19,22 +18,22 @@ from megatron.pipelines.errors import STOPPED, StageFailed, cannot_write
 from megatron.process.children import children
 
 _LOOKS_S = 0.2
-_ENDS_S = 5.0  # for what a command has left behind to end when it is told to
-_GET_SUBREAPER, _SET_SUBREAPER = 37, 36  # of prctl(2)
+_ENDS_S = 5.0  # seconds between SIGTERM and SIGKILL for processes that a command has left behind
+_GET_SUBREAPER, _SET_SUBREAPER = 37, 36  # options of prctl(2)
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Processes:
     """Runs the commands of a pipeline, one after the other.
 
-    A signal that asks the pipeline to stop or save is passed on to the running command. When that command has
-    ended, no other command is started.
+    SIGTERM, SIGINT and SIGUSR1 to the pipeline are passed on to the running command. After such a signal no
+    other command is started.
     """
 
     def __init__(self, folder: Path, lock: IO[str], beat: Callable[[], None]) -> None:
-        """Prepares to run commands in the folder `folder`.
+        """Prepares to run commands in the folder `folder`; starts none.
 
-        lock: the open lock file. Commands inherit it, so the lock is held until all of them have ended.
+        lock: the pipeline's open lock file. Commands inherit it, so the lock is held until all have ended.
         beat: called a few times a second while a command runs.
         """
         self._folder, self._lock, self._beat = folder, lock, beat
@@ -44,8 +43,10 @@ class Processes:
 
     @contextmanager
     def signals_passed_on(self) -> Iterator[None]:
-        """Within the block SIGTERM, SIGINT and SIGUSR1 are passed on to the running command. After such a
-        signal no other command is started."""
+        """Within the block, passes SIGTERM, SIGINT and SIGUSR1 on to the running command.
+
+        After such a signal no other command is started. At the end of the block the old handlers are
+        restored."""
         handlers = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
         try:
             with _orphans_come_here():
@@ -56,14 +57,14 @@ class Processes:
 
     @property
     def exit_code(self) -> int:
-        """Returns the exit code of a stopped pipeline: 124 after USR1 (a scheduler announces the time limit),
-        else 128 + signal."""
+        """The exit code of a stopped pipeline: 124 after SIGUSR1 (a scheduler's time limit), else 128 +
+        signal."""
         return STOPPED if self.stopped in (None, signal.SIGUSR1) else 128 + self.stopped
 
     def _pass_on(self, number: int, frame: Any) -> None:
         self.stopped = number
         if self._current is None:
-            raise StageFailed(f"told to stop (signal {number})", self.exit_code)  # as a download goes on
+            raise StageFailed(f"stopped by signal {number}", self.exit_code)  # for example during a download
         if self._current.poll() is None and self._with_children:
             os.killpg(self._current.pid, number)
         elif self._current.poll() is None:
@@ -74,20 +75,20 @@ class Processes:
     ) -> int:
         """Runs a command to its end, appends its output to `log`, and returns its exit code.
 
-        Processes that the command leaves behind are ended. They would hold the lock, and write files that the
-        next command reads.
+        Processes that the command leaves behind are ended: they would hold the lock, and could write files
+        that the next command reads.
 
-        label: the command's name in messages.
-        say: receives a warning with the names of processes that were ended.
-        with_children: whether to send signals to the command's whole process group. deepy.py does not need
-            this, because it signals its ranks itself.
+        label: name of the stage, for messages.
+        say: called with a warning that names the processes that were ended.
+        with_children: send signals to the command's whole process group. deepy.py does not need this, because
+            it signals its ranks itself.
 
-        Raises StageFailed if this process was told to stop before, or the command cannot be started, and
+        Raises StageFailed if a signal has stopped the pipeline, or the command cannot be started, and
         PipelineError if the log cannot be written.
         """
         self._with_children = with_children
         if self.stopped is not None:
-            raise StageFailed(f"{label}: told to stop (signal {self.stopped})", self.exit_code)
+            raise StageFailed(f"{label}: stopped by signal {self.stopped}", self.exit_code)
         python = os.path.dirname(sys.executable)
         env = {
             **os.environ, "NEOX": str(install_root()), "PATH": f"{python}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -99,7 +100,7 @@ class Processes:
                 self._current = subprocess.Popen(
                     command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,
                     pass_fds=(self._lock.fileno(),), preexec_fn=die_with_parent(signal.SIGTERM),
-                    process_group=0,  # a Ctrl-C reaches it once, from here
+                    process_group=0,  # the terminal's Ctrl-C reaches only this process, which passes it on
                 )  # fmt: skip
             except OSError as problem:
                 raise StageFailed(f"{label}: {command[0]} cannot be started ({problem.strerror})") from None
@@ -107,13 +108,13 @@ class Processes:
             self._beat()
             time.sleep(_LOOKS_S)
         if left := _end_others(own_children):
-            say(f"warning: ended what the command had left behind: {', '.join(left)}")
+            say(f"warning: ended processes that the command had left running: {', '.join(left)}")
         code, self._current = self._current.returncode, None
         return code
 
 
 def _opened(log: Path, line: str) -> IO[bytes]:
-    """Opens a log for appending and writes `line` to it. Raises PipelineError."""
+    """Opens a log for appending, and writes `line` to it. Raises PipelineError if it cannot be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as file:
@@ -125,8 +126,9 @@ def _opened(log: Path, line: str) -> IO[bytes]:
 
 @contextmanager
 def _orphans_come_here() -> Iterator[None]:
-    """Within the block, descendants of this process whose parent has ended become its children, whatever
-    their session. Linux only."""
+    """Within the block, makes this process the parent of its descendants whose own parent has ended.
+
+    It uses prctl's PR_SET_CHILD_SUBREAPER. On other systems than Linux it does nothing."""
     if sys.platform != "linux":
         yield
         return
@@ -140,10 +142,10 @@ def _orphans_come_here() -> Iterator[None]:
 
 
 def _end_others(own_children: Set[int]) -> list[str]:
-    """Ends all children of this process except `own_children`, by SIGTERM and later by SIGKILL.
+    """Ends all children of this process except `own_children`, with SIGTERM and 5 s later with SIGKILL.
 
-    Descendants of these children become children of this process, and are ended too. Returns the name and
-    process id of each process.
+    When a child ends, its own children become children of this process, and are ended too. Returns a text
+    `NAME (PID)` for each ended process.
     """
     names: dict[int, str] = {}
     for number, patience_s in ((signal.SIGTERM, _ENDS_S), (signal.SIGKILL, _ENDS_S)):
@@ -151,7 +153,7 @@ def _end_others(own_children: Set[int]) -> list[str]:
         while left := children(os.getpid()) - own_children:
             for pid in left:
                 with suppress(ChildProcessError):
-                    if os.waitpid(pid, os.WNOHANG)[0] == pid:  # it has ended, and nobody had asked
+                    if os.waitpid(pid, os.WNOHANG)[0] == pid:  # it had ended already, and was a zombie
                         continue
                 names.setdefault(pid, f"{_name(pid)} ({pid})")
                 if pid not in signalled:

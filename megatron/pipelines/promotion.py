@@ -1,8 +1,8 @@
-"""Promotes a stage's weights: `checkpoints/<stage>_final` is moved to them in one atomic step.
+"""Promotes a stage's weights: makes the link `checkpoints/<stage>_final` point to them, in one atomic step.
 
-It is a symbolic link to a folder in `checkpoints/.promoted`. That folder has hard links to the files of one
-checkpoint, `latest`, and the evidence: verdict.json, metrics.jsonl, scores.json. So it takes almost no disk
-space, loads like any folder of checkpoints, and does not change when files in the stage's folder are deleted.
+The link points to a folder in `checkpoints/.promoted`. This folder has hard links to the files of one
+checkpoint, a file `latest`, and the evidence: verdict.json, metrics.jsonl, scores.json. So it takes almost no
+disk space, loads like any folder of checkpoints, and stays complete when the stage's own folder is deleted.
 """
 
 import os
@@ -25,22 +25,21 @@ _PROMOTED = ".promoted"
 def promote(
     final: Path, checkpoint: Path, name: str, verdict: Mapping[str, Any], logs: Path, scores: Path | None
 ) -> None:
-    """Promotes a checkpoint: copies it by hard links, adds verdict, metrics and scores, and makes `final` a
-    link to the copy.
+    """Promotes a checkpoint: copies it by hard links, and makes the symbolic link `final` point to the copy.
 
-    Earlier copies of the stage are deleted afterwards. After a crash `final` is a link to the old copy or to
-    the new one.
+    The copy also gets the verdict, metrics.jsonl and the scores. Earlier copies of the stage are deleted
+    afterwards. After a crash `final` points to the old copy or to the new copy, both complete.
 
-    name: name of the copy's folder.
+    name: name of the copy's folder, such as `sft-1a2b3c4d5e6f-2`.
     logs: log folder of the run.
-    scores: file of the evaluation's scores; None: no evaluation.
+    scores: file with the evaluation's scores; None: no evaluation.
 
     Raises PipelineError if the file system cannot make links or cannot be written.
     """
     folder = final.parent / _PROMOTED
     target, unfinished = folder / name, folder / f".tmp-{name}"
     if final.exists() and not final.is_symlink():
-        raise PipelineError(f"{final}: is not a link to promoted weights; move it away")
+        raise PipelineError(f"{final}: is a file or folder, but must be a link that the pipeline makes; move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -52,7 +51,7 @@ def promote(
         if scores is not None and scores.is_file():
             shutil.copyfile(scores, unfinished / SCORES)
         sync(unfinished)
-        if target.exists():  # of an earlier promotion of the same weights, which may be damaged by now
+        if target.exists():  # a copy from an earlier promotion of the same weights, which may be damaged by now
             target = numbered(target)
         os.replace(unfinished, target)
         link = final.with_name(f".{final.name}.tmp")
@@ -73,8 +72,9 @@ def promote(
 
 
 def promoted_weights(final: Path) -> str | None:
-    """Returns the SHA-256 of the promoted weights in `final`; None if nothing is promoted or files are
-    missing."""
+    """Returns one SHA-256 for the promoted weights in the folder `final`; None if nothing is promoted.
+
+    It is also None if files are missing or have another size than their manifest says."""
     checkpoint = latest_checkpoint(final)
     try:
         return weights_digest(checkpoint) if checkpoint is not None else None
@@ -83,23 +83,25 @@ def promoted_weights(final: Path) -> str | None:
 
 
 def promoted_measurements(final: Path) -> Measurements | None:
-    """Returns the metrics and scores that were stored with the promoted weights in `final`; None if nothing
-    is promoted."""
+    """Reads the metrics and scores that were stored with the promoted weights in the folder `final`.
+
+    Returns None if nothing is promoted."""
     checkpoint = latest_checkpoint(final)
     return None if checkpoint is None else read_measurements(final, final / SCORES, iteration_of(checkpoint))
 
 
 def iteration_of(checkpoint: Path) -> int:
-    """Returns the iteration in a checkpoint folder's name, `global_stepN`."""
+    """Returns the iteration N of a checkpoint from the name of its folder, `global_stepN`."""
     return int(checkpoint.name.removeprefix("global_step"))
 
 
 def promoted_verdict(final: Path) -> dict[str, Any]:
-    """Returns the verdict that was stored with the promoted weights in `final`; {} without one. Raises
-    PipelineError if it is unreadable."""
+    """Reads the verdict that was stored with the promoted weights in the folder `final`; {} if there is none.
+
+    Raises PipelineError if it cannot be read."""
     try:
         return read_object(final / VERDICT)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
-        raise PipelineError(f"{final / VERDICT}: cannot be read ({problem})") from None
+        raise PipelineError(f"{final / VERDICT}: the promoted weights' verdict cannot be read ({problem})") from None

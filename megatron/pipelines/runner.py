@@ -1,4 +1,4 @@
-"""Runs a pipeline: its stages in order, each skipped, resumed or started."""
+"""Runs the stages of a pipeline in order; each is skipped, resumed or started."""
 
 import shlex
 import time
@@ -22,30 +22,31 @@ from megatron.pipelines.table import Display
 
 
 def choose(pipeline: Pipeline, first_stage: str | None, last_stage: str | None) -> list[Stage]:
-    """Returns the stages from `first_stage` to `last_stage`, both included.
+    """Returns the stages of a pipeline from `first_stage` to `last_stage`, both included.
 
-    None stands for the first or last stage of the pipeline. Raises PipelineError for an unknown stage, and if
-    the first one comes after the last.
+    None stands for the pipeline's first or last stage. Raises PipelineError for an unknown stage, and if
+    `first_stage` comes after `last_stage`.
     """
     stages = list(pipeline.stages)
     begin = stages.index(pipeline.stage(first_stage)) if first_stage is not None else 0
     end = stages.index(pipeline.stage(last_stage)) if last_stage is not None else len(stages) - 1
     if end < begin:
-        raise PipelineError(f"--from {first_stage} comes after --to {last_stage}")
+        raise PipelineError(
+            f"--from {first_stage} comes after --to {last_stage} in the pipeline; exchange or remove one"
+        )
     return stages[begin : end + 1]
 
 
 OptionsOf = Callable[[Stage], Options]
-"""Returns the options that were typed for a stage."""
+"""A function that returns the command-line options for a stage."""
 
 
 def check_configs(
     pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, gates: Mapping[str, Gate]
 ) -> None:
-    """Raises ConfigError for mistakes in the configuration of any stage, so that they are found before the
-    first stage starts.
+    """Raises ConfigError for mistakes in the configuration of any stage, before the first stage starts.
 
-    A gate on a metric that the stage does not measure is also a mistake.
+    A gate on a metric that its stage will not measure is also a mistake.
     """
     problems: list[str] = []
     for stage in stages:
@@ -67,22 +68,29 @@ def check_configs(
 
 
 def _without_metric(gate: Gate, stage: Stage, args: NeoXArgs) -> list[str]:
-    """Returns a message for each metric that the gate requires and the stage will not measure."""
+    """Returns an error message for each metric that the gate needs but the stage will not measure.
+
+    args: configuration of the stage's run."""
     lines = []
     for metric in (requirement.metric for requirement in gate.requirements):
         if metric.startswith("eval_tasks/") and stage.evaluation is None and not args.eval_tasks:
-            lines.append(f"{stage.name}: {metric}: the stage has no evaluation (pipeline.yml), nor eval_tasks")
+            lines.append(
+                f"{stage.name}: {metric} will not be measured: the stage has neither evaluation (pipeline.yml) nor "
+                "eval_tasks; set one"
+            )
         if metric.startswith("validation/") and not args.eval_iters:
-            lines.append(f"{stage.name}: {metric}: the stage's run has no validation (eval_iters: 0)")
+            lines.append(
+                f"{stage.name}: {metric} will not be measured: the run has no validation; set eval_iters above 0"
+            )
     return lines
 
 
 def run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> int:
-    """Runs stages in order until one fails or its gate refuses it, writes the page, and returns the exit
-    code.
+    """Runs stages in order until one fails or is refused by its gate. Returns the exit code.
 
-    options_of: returns the options of a stage.
-    say: receives the lines to print.
+    It also shows the progress, and writes pipeline.html.
+    options_of: returns the command-line options for a stage.
+    say: called with each line to print.
     """
     gates = gates_of(pipeline)
     check_configs(pipeline, stages, options_of, gates)
@@ -98,14 +106,15 @@ def run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say:
 
 
 def open_state(pipeline: Pipeline) -> State:
-    """Returns the state of a pipeline.
+    """Reads pipeline_state.json, the state of a pipeline; writes it if there is none yet.
 
-    Raises PipelineError if the state in the folder belongs to another pipeline file.
+    Raises PipelineError if the state in the folder was written for another pipeline file.
     """
     state = State(pipeline.folder)
     if state.file not in (None, pipeline.file.name):
         raise PipelineError(
-            f"{pipeline.folder}: is used by the pipeline {state.file}; move {pipeline.file.name} to another folder"
+            f"{pipeline.folder}: this folder is used by the pipeline {state.file}; move {pipeline.file.name} to "
+            "another folder"
         )
     if state.file is None:
         state.file = pipeline.file.name
@@ -114,11 +123,12 @@ def open_state(pipeline: Pipeline) -> State:
 
 
 def draw_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
-    """Writes pipeline.html. A failure is only printed, so it does not change the outcome of the stages."""
+    """Writes pipeline.html. If that fails, only prints a warning, so the outcome of the stages does not
+    change."""
     try:
         say(f"page: {write_page(pipeline, state, say)}")
     except (UserError, OSError, ValueError, KeyError) as problem:
-        say(f"warning: the page was not made: {problem}")
+        say(f"warning: pipeline.html could not be written: {problem}")
 
 
 def _run(
@@ -129,20 +139,23 @@ def _run(
     for stage in stages:
         say, options = display.line_writer(stage.name), options_of(stage)
         if (now := _digest(pipeline.file)) != start_digest:
-            say(f"warning: {pipeline.file}: edited since this began; the next `run` reads it, this one goes on without")
+            say(
+                f"warning: {pipeline.file} was edited during this run, which continues with the old content; the next "
+                "`run` uses the new content"
+            )
             start_digest = now
         work = StageWork(pipeline, stage, options, gates.get(stage.name), state, say)
         try:
             inputs = work.inputs()
             state.update(stage.name, options=options.to_json())
-            if stage.kind != "data" and work.is_unchanged(inputs):  # sources of data are looked at first
+            if stage.kind != "data" and work.is_unchanged(inputs):  # a data stage checks its sources first, in `run`
                 state.update(stage.name, status=PROMOTED, reason="")
                 say("unchanged, skipped")
                 continue
             if not work.is_unchanged(inputs):
                 flags_text = " ".join([*options.flags(), *options.pairs()])
                 flags_text = f" with {flags_text}" if flags_text else ""
-                say(f"begins ({work.reason_to_run(inputs)}){flags_text}; log logs/{stage.name}.log")
+                say(f"begins ({work.reason_to_run(inputs)}){flags_text}; log: logs/{stage.name}.log")
             work.run(processes)
             draw_page(pipeline, state, lambda line: None)
         except StageFailed as problem:
@@ -159,7 +172,7 @@ def _run(
 
 
 def _digest(file: Path) -> str | None:
-    """Returns the SHA-256 of a file; None if it cannot be read."""
+    """Returns the SHA-256 of a file's content; None if it cannot be read."""
     try:
         return sha256(file)
     except OSError:
@@ -167,8 +180,9 @@ def _digest(file: Path) -> str | None:
 
 
 def dry_run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> None:
-    """Prints what `run` would do with each stage, and the commands. Runs nothing. Raises ConfigError for
-    mistakes, as `run` does."""
+    """Prints for each stage whether `run` would skip or run it, and its commands. Runs nothing.
+
+    Raises ConfigError for mistakes in the configuration of any stage, as `run` does."""
     gates = gates_of(pipeline)
     check_configs(pipeline, stages, options_of, gates)
     state, changed = State(pipeline.folder), False
@@ -182,7 +196,7 @@ def dry_run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, 
                 continue
             reason = work.reason_to_run(inputs)
         except UserError as problem:
-            reason = f"after what comes before it: {str(problem).splitlines()[0]}"
+            reason = f"after the stages before it; for now: {str(problem).splitlines()[0]}"
         changed = True
         say(f"{stage.name}: would run ({reason})")
         for source in stage.sources:

@@ -1,4 +1,4 @@
-"""Runs a pipeline as Slurm jobs: one per stage, each starting after the previous one has passed its gate."""
+"""Runs a pipeline as Slurm jobs, one per stage; a job starts after the previous stage has passed its gate."""
 
 import os
 import shlex
@@ -24,24 +24,26 @@ def submit(
     sbatch_options: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """Submits one job per stage and returns 0. Each job waits for the previous one, and Slurm cancels it if
-    that does not pass.
+    """Submits one Slurm job per stage, and returns 0.
 
-    sbatch_options: options for all jobs; they override a stage's `slurm`.
+    Each job waits for the job of the stage before it. If that stage does not pass, Slurm cancels the job.
+    sbatch_options: options for all jobs, with priority over a stage's key `slurm`.
 
-    Raises PipelineError if Slurm refuses a job (the jobs submitted before it are then cancelled), and if jobs
-    of this pipeline still wait or run.
+    Raises PipelineError if Slurm refuses a job (jobs already submitted are then cancelled), and if jobs of
+    this pipeline still wait or run.
     """
     slurm = Slurm(site_variables(os.environ), say)
     if not slurm.is_here:
-        raise PipelineError("--slurm: this machine has no Slurm (scontrol); leave it out to run the stages here")
+        raise PipelineError("--slurm: this machine has no Slurm (scontrol); remove --slurm to run the stages here")
     if not (install_root() / BATCH).is_file():
-        raise PipelineError(f"--slurm: {install_root() / BATCH} is missing; submit jobs from a clone of the repository")
+        raise PipelineError(
+            f"--slurm: {install_root() / BATCH} is missing; run the command from a clone of the repository"
+        )
     with locked(pipeline.folder, say):
         state = State(pipeline.folder)
         _refuse_active(pipeline, state, slurm)
         (pipeline.folder / "logs").mkdir(exist_ok=True)
-        for stage in stages:  # before the first job can begin and read them
+        for stage in stages:  # recorded before the first job can start and read them
             state.update(stage.name, options=options_of(stage).to_json())
         submitted: list[str] = []
         for stage in stages:
@@ -49,17 +51,19 @@ def submit(
             done = subprocess.run(words, cwd=install_root(), capture_output=True, text=True)
             if done.returncode:
                 slurm.cancel(submitted)
-                raise PipelineError(f"{shlex.join(words)}: {done.stderr.strip()}; no stage is submitted")
+                raise PipelineError(
+                    f"{shlex.join(words)}: {done.stderr.strip()}; all jobs submitted before it were cancelled"
+                )
             job = done.stdout.strip().partition(";")[0]
             submitted.append(job)
             state.update(stage.name, job=job)
             dependency = f", after job {submitted[-2]}" if len(submitted) > 1 else ""
-            say(f"{stage.name}: job {job}{dependency}")
+            say(f"{stage.name}: submitted job {job}{dependency}")
     return 0
 
 
 def refuse_active_jobs(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
-    """Raises PipelineError if jobs of the pipeline wait or run, unless this process is itself in a Slurm
+    """Raises PipelineError if Slurm jobs of the pipeline wait or run, unless this process runs in a Slurm
     job."""
     if "SLURM_JOB_ID" not in os.environ and any(state[stage.name].job for stage in pipeline.stages):
         slurm = Slurm(site_variables(os.environ), say)
@@ -72,11 +76,12 @@ def _refuse_active(pipeline: Pipeline, state: State, slurm: Slurm) -> None:
     if active:
         jobs_text = ", ".join(f"{number} ({name})" for name, number in active.items())
         ending = f"scancel {' '.join(active.values())}"
-        raise PipelineError(f"jobs of this pipeline wait or run: {jobs_text}; `{ending}` ends them")
+        raise PipelineError(f"jobs of this pipeline wait or run: {jobs_text}; wait for them, or end them: {ending}")
 
 
 def _active_jobs(pipeline: Pipeline, state: State, slurm: Slurm) -> dict[str, tuple[str, Job]]:
-    """Returns the number and the state of each job that waits or runs, by its stage."""
+    """Returns (job number, job) for each Slurm job of the pipeline that waits or runs, by the name of its
+    stage."""
     numbers = {stage.name: number for stage in pipeline.stages if (number := state[stage.name].job) is not None}
     jobs = {name: (number, slurm.job(number)) for name, number in numbers.items()}
     return {name: (number, job) for name, (number, job) in jobs.items() if job is not None and job.is_active}
@@ -95,8 +100,9 @@ def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], previous_jo
 
 
 def jobs_now(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> dict[str, str]:
-    """Returns the state of each job that waits or runs, in words, by its stage; {} on a machine without
-    Slurm."""
+    """Returns the state of each waiting or running job as text, such as `pending (Priority)`, by stage name.
+
+    {} on a machine without Slurm."""
     slurm = Slurm(site_variables(os.environ), say)
     return {
         name: job.state.lower() + (f" ({job.reason})" if job.reason not in ("", "None") else "")

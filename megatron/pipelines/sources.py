@@ -1,5 +1,5 @@
-"""Fetches the sources of a data stage: files and datasets for data/raw, each once, identified by its
-digest."""
+"""Fetches the sources of a data stage (files and datasets) into data/raw, unless the same content is
+there."""
 
 import http.client
 import json
@@ -22,7 +22,7 @@ from megatron.pipelines.digests import digest, file_digests, files_of, numbered
 from megatron.pipelines.errors import PipelineError, cannot_write
 
 RAW, NOTES = Path("data/raw"), Path("data/raw/sources.json")
-_TIMEOUT_S = 30.0  # without an answer
+_TIMEOUT_S = 30.0  # without data from the server
 _TRIES = 4
 _PIECE = 1 << 20
 _SAY_EVERY_S = 10.0
@@ -30,13 +30,14 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Fetched:
-    """The entry of a source in sources.json.
+    """The entry of a fetched source in data/raw/sources.json.
 
-    sha256: of the file; for a folder, of the digests of its files.
-    bytes, files: size and number of files.
-    fetched: time in seconds since 1970.
-    identity: the fields of the source in pipeline.yml at that time.
-    revision: the commit of a Hub repository.
+    origin: where the source came from, as text without secrets.
+    sha256: SHA-256 of the file; for a folder, of the JSON of its files' digests.
+    bytes, files: total size in bytes, and number of files.
+    fetched: when it was fetched, in seconds since 1970.
+    identity: fields of the source in pipeline.yml when it was fetched.
+    revision: commit of the Hub repository; None for other sources.
     """
 
     name: str
@@ -51,40 +52,41 @@ class Fetched:
 
 
 def read_notes(folder: Path) -> dict[str, Fetched]:
-    """Returns the entries of sources.json by the name of the source; {} without the file. Raises
-    PipelineError if it is unreadable."""
+    """Reads data/raw/sources.json: the entries by the name of the source; {} if the file does not exist.
+
+    Raises PipelineError if the file cannot be read. folder: the pipeline's folder."""
     try:
         notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
         fetched = {name: Fetched(**note) for name, note in notes.items()}
-        # Earlier versions noted whole addresses; `fetch_sources` writes these anew.
+        # Earlier versions recorded full URLs with secrets; `fetch_sources` writes the entries again without
+        # them.
         return {name: replace(note, origin=without_secrets(note.origin)) for name, note in fetched.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as problem:
         raise PipelineError(
-            f"{folder / NOTES}: cannot be read ({problem}); remove it; sources are then checked again"
+            f"{folder / NOTES}: cannot be read ({problem}); remove the file; all sources are then checked again"
         ) from None
 
 
 def fetch_sources(folder: Path, sources: tuple[Source, ...], say: Callable[[str], None]) -> dict[str, str]:
-    """Fetches every source into data/raw unless it is complete there. Returns the SHA-256 of each source by
-    its name.
+    """Fetches every source into data/raw unless it is complete there. Returns the SHA-256 of each, by name.
 
     A source is complete if its content has the SHA-256 in sources.json or in pipeline.yml. Content of a Hub
-    source that is not in sources.json is accepted as it is. Any other content of that name is renamed, and
-    the source is fetched. An interrupted download is continued.
+    source that has neither is accepted as it is. Any other content under its name is renamed, and the source
+    is fetched. An interrupted download is continued. folder: the pipeline's folder.
 
-    Raises PipelineError if a source cannot be fetched, or its digest is not `sha256`.
+    Raises PipelineError if a source cannot be fetched, or does not have the `sha256` of pipeline.yml.
     """
     notes = read_notes(folder)
     for source in sources:
         done = _existing(folder, source, notes.get(source.name))
         if done is not None:
-            say(f"{source.name}: there already ({done.bytes / 1e6:,.1f} MB, sha256 {done.sha256[:12]})")
+            say(f"{source.name}: is there already ({done.bytes / 1e6:,.1f} MB, sha256 {done.sha256[:12]})")
         else:
             done = _fetch(folder, source, say)
             size = f"{done.files} file{'s' * (done.files > 1)}, {done.bytes / 1e6:,.1f} MB"
-            say(f"{source.name}: {size}, sha256 {done.sha256[:12]}, license {done.license}")
+            say(f"{source.name}: fetched {size}, sha256 {done.sha256[:12]}, license {done.license}")
         if notes.get(source.name) != done:
             notes[source.name] = done
             write_json(folder / NOTES, {name: asdict(note) for name, note in notes.items()})
@@ -92,8 +94,10 @@ def fetch_sources(folder: Path, sources: tuple[Source, ...], say: Callable[[str]
 
 
 def pending_sources(folder: Path, sources: tuple[Source, ...]) -> list[str]:
-    """Returns the names of sources to be fetched: those missing in data/raw, and those whose fields in
-    pipeline.yml have changed. Changes nothing."""
+    """Returns the names of the sources that must be fetched; changes nothing.
+
+    They are missing in data/raw or in sources.json, or their fields in pipeline.yml or local files
+    changed."""
     notes, names = read_notes(folder), []
     for source in sources:
         note = notes.get(source.name)
@@ -104,15 +108,16 @@ def pending_sources(folder: Path, sources: tuple[Source, ...]) -> list[str]:
 
 
 def _identity(folder: Path, source: Source) -> dict[str, Any]:
-    """Returns the fields that identify a source, for comparison with sources.json. For a source with `path`
-    they include digests of its present content."""
+    """Returns the fields that identify a source, for comparison with sources.json.
+
+    For a source with `path` they include the digests of its files."""
     identity = {key: value for key, value in asdict(source).items() if value is not None and key != "license"}
-    if source.url is not None:  # a signature is made anew each time; the content is known by its SHA-256
+    if source.url is not None:  # without the signature, which differs each time; the SHA-256 identifies the content
         identity["url"] = source.origin
     if source.path is not None:
         place = _place(folder, source)
         if not files_of(folder, str(place)):
-            raise PipelineError(f"{source.name}: {place}: there is no such file or folder")
+            raise PipelineError(f"{source.name}: {place}: no such file or folder; correct `path`")
         identity["content"] = file_digests(folder, [str(place)])
     return json.loads(json.dumps(identity))
 
@@ -122,10 +127,9 @@ def _place(folder: Path, source: Source) -> Path:
 
 
 def _existing(folder: Path, source: Source, note: Fetched | None) -> Fetched | None:
-    """Returns the entry for a source that is already in data/raw, complete and as requested. Else renames
-    content of its name, if any, and returns None.
+    """Returns the entry for a source that is already complete in data/raw; None if it must be fetched.
 
-    note: the entry in sources.json.
+    If other content has the source's name, renames that content. note: the source's entry in sources.json.
     """
     target = folder / RAW / source.name
     if not files_of(folder, str(RAW / source.name)):
@@ -133,7 +137,7 @@ def _existing(folder: Path, source: Source, note: Fetched | None) -> Fetched | N
     present = _present(folder, source, _identity(folder, source))
     if note is not None and (note.identity, note.sha256) == (present.identity, present.sha256):
         return replace(note, license=source.license)
-    # Put there by other means, or by a run that was killed before it noted it.
+    # The content was put there by hand, or by a run that was killed before it wrote sources.json.
     unknown = note is None and source.sha256 is None and source.path is None
     if source.sha256 == present.sha256 or unknown:
         return present
@@ -142,7 +146,7 @@ def _existing(folder: Path, source: Source, note: Fetched | None) -> Fetched | N
 
 
 def _present(folder: Path, source: Source, identity: Mapping[str, Any], revision: str | None = None) -> Fetched:
-    """Returns the entry for the content that a source has in data/raw now."""
+    """Returns the entry for sources.json of the content that a source has in data/raw now."""
     path = RAW / source.name
     files, digests = files_of(folder, str(path)), file_digests(folder, [str(path)])
     content = next(iter(digests.values())) if (folder / path).is_file() else digest(digests)
@@ -151,7 +155,8 @@ def _present(folder: Path, source: Source, identity: Mapping[str, Any], revision
 
 
 def _rename_old(target: Path) -> None:
-    """Makes room for new content: renames `target` to NAME.oldN. A symbolic link is deleted instead."""
+    """Renames `target` to NAME.oldN, to make room for new content; if it is a symbolic link, deletes it
+    instead."""
     if target.is_symlink():
         target.unlink()
     else:
@@ -175,17 +180,19 @@ def _fetch(folder: Path, source: Source, say: Callable[[str], None]) -> Fetched:
     if source.sha256 not in (None, fetched.sha256):
         _rename_old(target)
         raise PipelineError(
-            f"{source.name}: {source.origin} has SHA-256 {fetched.sha256}, not {source.sha256}; if this is the right "
-            "data, write its digest into the pipeline"
+            f"{source.name}: {source.origin} has SHA-256 {fetched.sha256}, but pipeline.yml says {source.sha256}; if "
+            "the data is right, correct sha256 there"
         )
     return fetched
 
 
 def _link(place: Path, target: Path) -> None:
-    """Makes `target` a link to `place` instead of a copy, because the data may have terabytes."""
+    """Makes `target` a symbolic link to `place`. The data is not copied, because it may have terabytes."""
     link = temporary(target)
     try:
-        is_internal = place.resolve().is_relative_to(target.parents[2].resolve())  # which may be copied as a whole
+        # Within the pipeline's folder the link is relative, so that the folder can be moved or copied as a
+        # whole.
+        is_internal = place.resolve().is_relative_to(target.parents[2].resolve())
         to = os.path.relpath(place.resolve(), target.parent.resolve()) if is_internal else place.resolve()
         link.symlink_to(to, target_is_directory=place.is_dir())
         os.replace(link, target)
@@ -199,9 +206,10 @@ def download(url: str, target: Path, expected: str, say: Callable[[str], None], 
     """Downloads one file. `target` appears only when the file is complete and has the SHA-256 `expected`.
 
     The partial file `.NAME.part` of an interrupted download is continued if the server supports that.
-    Messages show the URL without its signature. Raises PipelineError.
+    Messages show the URL without its signature.
 
     It tries four times. pause_s: seconds before the second try; later pauses are two and three times as long.
+    Raises PipelineError if all tries fail, or the SHA-256 is another.
     """
     public_url = without_secrets(url)
     part = target.with_name(f".{target.name}.part")
@@ -211,23 +219,25 @@ def download(url: str, target: Path, expected: str, say: Callable[[str], None], 
             break
         except urllib.error.HTTPError as problem:
             if problem.code < 500 and problem.code != 429:
-                raise PipelineError(f"{public_url}: {problem.code} {problem.reason}") from None
+                raise PipelineError(
+                    f"{public_url}: the server answered {problem.code} {problem.reason}; correct `url` in pipeline.yml"
+                ) from None
             reason: object = problem
         except (OSError, http.client.HTTPException, ValueError) as problem:
             reason = getattr(problem, "reason", None) or problem
         if attempt == _TRIES:
             raise PipelineError(
-                f"{public_url}: cannot be fetched ({reason}); put the file at {target} by other means, or run again: "
-                "the part downloaded so far is kept"
+                f"{public_url}: cannot be downloaded ({reason}); run again to continue the download, or put the file "
+                f"at {target} by other means"
             )
-        say(f"{public_url}: {reason}; tried again in {pause_s * attempt:.0f} s")
+        say(f"{public_url}: {reason}; trying again in {pause_s * attempt:.0f} s")
         time.sleep(pause_s * attempt)
     actual = sha256(part)
     if actual != expected:
         part.unlink()
         raise PipelineError(
-            f"{public_url}: has SHA-256 {actual}, not {expected}; the download is deleted: "
-            "check the address and `sha256`, then run again"
+            f"{public_url}: has SHA-256 {actual}, but pipeline.yml says {expected}; the download was deleted; "
+            "check `url` and `sha256`, then run again"
         )
     try:
         sync(part)
@@ -242,18 +252,18 @@ def _receive(url: str, part: Path, say: Callable[[str], None]) -> None:
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as problem:
-        if problem.code == 416 and num_received:  # all of it is there, or more than there is
+        if problem.code == 416 and num_received:  # the partial file is already as long as the file, or longer
             length = str(problem.headers.get("Content-Range", "")).rpartition("/")[2]
             if length == str(num_received):
                 return
             part.unlink()
-            raise OSError("the partial download does not fit the file, and is deleted") from None
+            raise OSError("the partial download is longer than the file, so it was deleted") from None
         raise
     with answer:
         goes_on = num_received and getattr(answer, "status", None) == 206
         size = int(answer.headers.get("Content-Length") or -1)
         total = size + num_received if goes_on and size >= 0 else size
-        present = f", of which {num_received / 1e6:,.1f} MB are there" if goes_on else ""
+        present = f", of which {num_received / 1e6:,.1f} MB are here already" if goes_on else ""
         say(f"{public_url}: {total / 1e6:,.1f} MB{present}")
         last_report = time.monotonic()
         with part.open("ab" if goes_on else "wb", buffering=0) as file:
@@ -267,7 +277,7 @@ def _receive(url: str, part: Path, say: Callable[[str], None]) -> None:
 
 
 def _write(file: BinaryIO, piece: bytes, part: Path) -> None:
-    """Appends to a file. Raises PipelineError, which is not tried again: only connection errors are."""
+    """Appends `piece` to the partial file of a download. Raises PipelineError if it cannot be written."""
     remaining = memoryview(piece)
     try:
         while remaining:
@@ -277,11 +287,11 @@ def _write(file: BinaryIO, piece: bytes, part: Path) -> None:
 
 
 def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:
-    """Downloads a source from the Hub into the folder `target` and returns its commit.
+    """Downloads a source from the Hub into the folder `target`, and returns the repository's commit.
 
-    huggingface_hub continues an interrupted download.
+    An interrupted download is continued. Raises PipelineError if the download fails.
     """
-    need = PipelineError(f"{source.name}: what is on the Hub needs huggingface_hub: pip install 'neox[hf]'")
+    need = PipelineError(f"{source.name}: `hub` needs huggingface_hub; install: pip install 'neox[hf]'")
     hub = import_optional("huggingface_hub", need)
     unfinished = target.with_name(f".{target.name}.part")
     try:
@@ -291,16 +301,18 @@ def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:
             source.hub, repo_type=source.hub_type, revision=info.sha, local_dir=unfinished,
             allow_patterns=list(source.files) if source.files is not None else None,
         )  # fmt: skip
-    except Exception as problem:  # of huggingface_hub, httpx and requests, which have no common base
+    except Exception as problem:  # errors of huggingface_hub, httpx and requests have no common base class
         text = without_secrets(" ".join(str(problem).split()))[:300]
         raise PipelineError(
-            f"{source.name}: {source.hub} cannot be fetched ({text}); check the name, set HF_TOKEN, unset "
-            "HF_HUB_OFFLINE"
+            f"{source.name}: {source.hub} cannot be downloaded from the Hub ({text}); check the name, set HF_TOKEN, "
+            "unset HF_HUB_OFFLINE"
         ) from None
     shutil.rmtree(unfinished / ".cache", ignore_errors=True)
     if not any(file.is_file() for file in unfinished.rglob("*")):
         with suppress(OSError):
             shutil.rmtree(unfinished)
-        raise PipelineError(f"{source.name}: {source.hub} has no files, or none that matches `files`")
+        raise PipelineError(
+            f"{source.name}: {source.hub} on the Hub has no files, or no file matches the patterns in `files`"
+        )
     os.replace(unfinished, target)
     return str(info.sha)

@@ -1,4 +1,4 @@
-"""Does the work of one stage in steps. A step is skipped if its result exists for the same inputs."""
+"""Does the work of one stage in steps (train, evaluate, judge, promote); skips steps whose result exists."""
 
 import os
 import shutil
@@ -45,9 +45,9 @@ from megatron.pipelines.sources import fetch_sources, pending_sources
 from megatron.pipelines.state import DONE, FAILED, PROMOTED, REFUSED, RUNNING, STOPPED, State
 from megatron.process.run_files import STATUS
 
-_REQUEUE = 124  # exit code of deepy.py in a job of Slurm: stopped, saved, not finished
-_ATTEMPT = ("inputs", "weights", "evaluation")  # fields of a record that come back with an earlier attempt
-_TAIL_LINES = 15  # lines of the end of a log
+_REQUEUE = 124  # exit code of deepy.py in a Slurm job that was stopped and has saved, but is not finished
+_ATTEMPT = ("inputs", "weights", "evaluation")  # fields of a record that are restored with an earlier attempt
+_TAIL_LINES = 15  # lines at the end of a log that are shown if a command fails
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class StageWork:
     """Runs one stage of a pipeline.
 
     options: command-line options for the stage.
-    gate: the gate of the stage, None without one.
-    state: records of all stages, updated as the stage runs.
-    say: receives the lines to print.
+    gate: the stage's gate; None: no gate.
+    state: records of all stages; updated while the stage runs.
+    say: called with each line to print.
     """
 
     pipeline: Pipeline
@@ -67,13 +67,14 @@ class StageWork:
     state: State
     say: Callable[[str], None]
 
-    # -- what it is made of ----------------------------------------------------------------------------------
+    # -- inputs, and whether they changed
+    # ------------------------------------------------------------------------
 
     def inputs(self) -> dict[str, Any]:
-        """Returns everything that the stage's result depends on, such as configuration keys and digests of
-        data and weights.
+        """Returns everything that the stage's result depends on, by name.
 
-        Raises PipelineError, ConfigError or DataError if something is missing.
+        For example configuration keys, and digests of data and initial weights. Raises PipelineError,
+        ConfigError or DataError if something is missing.
         """
         stage, folder = self.stage, self.pipeline.folder
         if stage.kind == "data":
@@ -90,14 +91,16 @@ class StageWork:
             start = promoted_weights(self.pipeline.final(stage.starts_from))
             if start is None:
                 final = self.pipeline.final(stage.starts_from)
-                raise PipelineError(f"starts from {final}, which is missing or incomplete; run {stage.starts_from}")
+                raise PipelineError(
+                    f"starts_from: {final} is missing or incomplete; run the stage {stage.starts_from} first"
+                )
             result = run_inputs(args.check_training(), folder, start)
         return {**result, "merge_adapters": True} if stage.merge_adapters else result
 
     def _check_earlier(self) -> None:
-        """Raises PipelineError if an earlier stage that this one needs is unfinished, failed or refused.
+        """Raises PipelineError if a stage that this stage needs is running, stopped, failed or refused.
 
-        Otherwise this stage would start from weights that an earlier attempt of that stage promoted.
+        Without this check, this stage would start from the outdated weights of an earlier attempt.
         """
         for stage in self.pipeline.stages:
             if stage.name == self.stage.name:
@@ -105,11 +108,13 @@ class StageWork:
             status = self.state[stage.name].status
             is_needed = stage.kind == "data" or stage.name == self.stage.starts_from
             if is_needed and status in (REFUSED, FAILED, RUNNING, STOPPED):
-                raise PipelineError(f"needs the stage {stage.name}, which is {status}; `resume` finishes that first")
+                raise PipelineError(
+                    f"needs the stage {stage.name}, which is {status}; run `resume` to finish that stage"
+                )
 
     def is_unchanged(self, inputs: Mapping[str, Any]) -> bool:
-        """Returns whether the stage need not run: its result exists, was made from the same inputs, and has
-        passed the present gate."""
+        """Returns whether the stage can be skipped: it has a result from the same inputs, judged by the same
+        gate."""
         record, stage = self.state[self.stage.name], self.stage
         if stage.kind == "data":
             is_same = record.inputs == {**inputs, "sources": record.inputs.get("sources")}
@@ -127,7 +132,7 @@ class StageWork:
         )
 
     def reason_to_run(self, inputs: Mapping[str, Any]) -> str:
-        """Returns in words why the stage has to run, such as `not begun` or `changed: seed 1 -> 2`."""
+        """Returns as text why the stage has to run, such as `not begun` or `changed: seed 1 -> 2`."""
         record = self.state[self.stage.name]
         if not record.inputs:
             return "not begun"
@@ -142,8 +147,8 @@ class StageWork:
         }.get(record.status, "its gate, baseline, evaluation or result changed")  # fmt: skip
 
     def _has_outputs(self) -> bool:
-        """Returns whether all files that the commands of a data stage have written are unchanged. Files added
-        to their folders are ignored."""
+        """Returns whether all recorded output files of this data stage exist unchanged; added files are
+        ignored."""
         digests = self.state[self.stage.name].outputs
         try:
             return bool(digests) and file_digests(self.pipeline.folder, list(digests)) == digests
@@ -153,12 +158,13 @@ class StageWork:
     def _evaluation_id(self, sha256: str) -> str:
         return digest([sha256, dict(self.stage.evaluation or {})])
 
-    # -- doing it --------------------------------------------------------------------------------------------
+    # -- the steps
+    # -----------------------------------------------------------------------------------------------
 
     def run(self, processes: Processes) -> None:
-        """Does the remaining work of the stage and records its status.
+        """Does the remaining work of the stage, and records its status in pipeline_state.json.
 
-        Raises StageFailed with the exit code for the pipeline.
+        Raises StageFailed, with the exit code for the pipeline, if the stage fails, is stopped or is refused.
         """
         name, start = self.stage.name, time.time()
         seconds_before = self.state[name].seconds
@@ -172,7 +178,7 @@ class StageWork:
                 self.state.update(
                     name, status=status, reason=reason, ended=time.time(), seconds=seconds_before + time.time() - start
                 )
-            except PipelineError as full:  # often why the stage failed, which is told too
+            except PipelineError as full:  # the disk is full, which is often why the stage failed; raised below
                 self.say(f"error: {full}")
             raise
         self.state.update(name, reason="", ended=time.time(), seconds=seconds_before + time.time() - start)
@@ -187,7 +193,7 @@ class StageWork:
         elif record.status == DONE and self._has_outputs():
             return self.say("unchanged, skipped")
         elif record.status == DONE:
-            self.state.update(stage.name, commands=(), outputs={})  # files are gone or others
+            self.state.update(stage.name, commands=(), outputs={})  # output files are missing or changed
         self.state.update(stage.name, status=RUNNING)
         for number, command in enumerate(stage.commands):
             done, identity = self.state[stage.name].commands, digest([number, command])
@@ -218,7 +224,7 @@ class StageWork:
             run = RunFolder(save, save / "logs")
             status = run.status()
             if status.get("status") != "finished":
-                reason = f"stopped at iteration {status.get('iteration')}; resume goes on"
+                reason = f"stopped at iteration {status.get('iteration')}; run `resume` to continue"
                 reason = "; ".join([reason, *run.problems.lines()])
                 raise StageFailed(f"{stage.name}: {reason}", processes.exit_code)
             if stage.merge_adapters:
@@ -231,11 +237,11 @@ class StageWork:
         self.judge_and_promote()
 
     def _begin(self, inputs: Mapping[str, Any]) -> None:
-        """Records the inputs of this attempt, and prepares the folder `save` for it.
+        """Records the inputs of this attempt, and prepares the stage's folder in `checkpoints` for it.
 
-        With the same inputs, or if only the training is longer, the existing run continues. Otherwise its
-        folder is renamed and recorded in `retired`. If an earlier attempt in `retired` had the new inputs,
-        its folder is renamed back and used.
+        With the inputs of the last attempt, or if only the training is longer, the run in the folder
+        continues. Otherwise the folder is renamed and listed in the record's `retired`. If a retired attempt
+        had the same inputs, its folder is renamed back and used.
         """
         stage, record = self.stage, self.state[self.stage.name]
         save = self.pipeline.save(stage.name)
@@ -245,10 +251,10 @@ class StageWork:
         new: dict[str, Any] = {"inputs": inputs, "weights": {}, "evaluation": {}, "previous": {}}
         retired = list(record.retired)
         if record.previous.get("inputs") == inputs and self._is_complete(record.previous["weights"]):
-            self.say(f"goes back to what it was: {', '.join(changes(record.inputs, inputs))}")
+            self.say(f"uses the earlier, shorter run again: {', '.join(changes(record.inputs, inputs))}")
             new |= record.previous
         elif record.inputs and only_longer(record.inputs, inputs) and save.exists():
-            self.say(f"goes on: {', '.join(changes(record.inputs, inputs))}")
+            self.say(f"continues the run for longer: {', '.join(changes(record.inputs, inputs))}")
             new["previous"] = {key: getattr(record, key) for key in _ATTEMPT}
         elif record.inputs:
             differences = ", ".join(changes(record.inputs, inputs))
@@ -256,20 +262,21 @@ class StageWork:
             match = next((entry for entry in matches if (self.pipeline.folder / entry["folder"]).is_dir()), None)
             if old_folder := self._retire(save):
                 retired.append({"folder": old_folder, **{key: getattr(record, key) for key in _ATTEMPT}})
-            note = f"; what there was is {old_folder}" if old_folder else ""
+            note = f"; the earlier attempt is now in {old_folder}" if old_folder else ""
             if match is None:
-                self.say(f"begins anew: {differences}{note}")
+                self.say(f"starts anew: {differences}{note}")
             else:
                 retired.remove(match)
                 os.replace(self.pipeline.folder / match["folder"], save)
                 new |= {key: match[key] for key in _ATTEMPT}
-                self.say(f"takes {match['folder']} back, which has these inputs: {differences}{note}")
+                self.say(f"uses {match['folder']} again, an earlier attempt with the same inputs: {differences}{note}")
         elif (save / STATUS).exists() or (save / "latest").exists():
             raise StageFailed(f"{stage.name}: {save} holds a run that this pipeline did not start; move it away")
         self.state.update(stage.name, status=RUNNING, retired=tuple(retired), started=time.time(), **new)
 
     def _retire(self, save: Path) -> str:
-        """Renames the folder of an attempt to NAME.N. Returns the new path; "" if there is no folder."""
+        """Renames the folder of an attempt to NAME.N, N from 1 on. Returns the new path; "" without a
+        folder."""
         if not save.exists():
             return ""
         target = numbered(save)
@@ -277,9 +284,9 @@ class StageWork:
         return str(target.relative_to(self.pipeline.folder))
 
     def has_weights(self) -> bool:
-        """Returns whether the recorded weights are complete, in the stage's folder or as promoted copy.
+        """Returns whether the recorded weights exist completely, in the stage's folder or as promoted copy.
 
-        If only the promoted copy is left, the record is changed to point to it.
+        If only the promoted copy is left, changes the record to point to the copy.
         """
         noted = self.state[self.stage.name].weights
         if self._is_complete(noted):
@@ -293,7 +300,7 @@ class StageWork:
         return False
 
     def _is_complete(self, noted: Mapping[str, str]) -> bool:
-        """Returns whether the checkpoint of a record exists with the recorded digest. noted:
+        """Returns whether a recorded checkpoint exists and has the recorded digest. noted:
         `StageRecord.weights`."""
         checkpoint = self.pipeline.folder / noted.get("checkpoint", "-")
         try:
@@ -307,10 +314,11 @@ class StageWork:
         self.state.update(self.stage.name, weights={"checkpoint": relative, "sha256": weights_digest(checkpoint)})
 
     def _merge(self, processes: Processes) -> Path:
-        """Merges the adapters into the weights. Returns the folder of the merged checkpoint."""
+        """Merges the trained LoRA adapters into the weights. Returns the folder that holds the merged
+        checkpoint."""
         merged = self.pipeline.save(self.stage.name) / "merged"
         shutil.rmtree(merged, ignore_errors=True)
-        self.say("merging the adapters")
+        self.say("merging the adapters into the weights")
         tool = [os.fspath(install_root() / "tools/ckpts/adapter.py"), "merge"]
         save = f"checkpoints/{self.stage.name}"
         self._python(processes, [*tool, "--adapter", save, "--output_dir", f"{save}/merged"])
@@ -330,20 +338,19 @@ class StageWork:
         self._deepy(processes, words)
         files = sorted(results.glob(f"{prefix}_eval_results_*.json"), key=lambda file: file.stat().st_mtime_ns)
         if not files:
-            raise StageFailed(f"{stage.name}: eval.py left no results in {results}")
+            raise StageFailed(f"{stage.name}: eval.py ended, but wrote no results in {results}; read its log")
         write_json(scores, scores_of_results(files[-1]))
         self.state.update(stage.name, evaluation={"id": identity, "scores": str(scores.relative_to(folder))})
 
     def judge_and_promote(self) -> None:
-        """Judges the stage's result. Promotes it if the gate passes, or if a person has overridden the gate
-        for these weights.
+        """Judges the stage's weights by the gate, and promotes them if the gate passes or is overridden.
 
-        Otherwise raises StageFailed with the gate's exit code. Without a gate the result is promoted.
+        Otherwise raises StageFailed with the gate's exit code. Without a gate the weights are promoted.
         """
         stage, folder = self.stage, self.pipeline.folder
         self._say_of_an_edited_gate()
         if self.gate is None:
-            self.say("no gate: promoted as it is")
+            self.say("no gate: promoted without being judged")
             return self._promote(None)
         record = self.state[stage.name]
         verdict = judge_stage(self.pipeline, stage, self.gate, record)
@@ -354,24 +361,25 @@ class StageWork:
             return self._promote(verdict)
         override = find_override(folder, verdict)
         if override is not None:
-            self.say(f"overridden by {override.by}: {override.reason}")
+            self.say(f"the gate was overridden by {override.by}: {override.reason}")
             return self._promote({**verdict, "override": {"by": override.by, "reason": override.reason}})
         self.state.update(stage.name, status=REFUSED)
         raise StageFailed(
-            f"{stage.name}: gate {verdict['result']}; {verdict['file']} has all numbers; correct the stage "
-            f"and `resume`, or `override {stage.name} --reason ...`",
+            f"{stage.name}: gate {verdict['result']}; all numbers are in {verdict['file']}; correct the stage and run "
+            f"`resume`, or promote the weights anyway with `override {stage.name} --reason ...`",
             verdict["exit_code"],
         )
 
     def _say_of_an_edited_gate(self) -> None:
-        """Warns if the gates file was edited since the pipeline started. The gate of the start still applies,
-        because the edit may be incomplete."""
-        edited = f"warning: {self.pipeline.gates}: edited since this began; its gate is as it was then"
+        """Prints a warning if the stage's gate was edited since the pipeline started.
+
+        The old gate still applies in this run, because the edit may be incomplete."""
+        edited = f"warning: {self.pipeline.gates} was edited during this run, which still judges by the old gate"
         try:
             if requirements_digest(gates_of(self.pipeline).get(self.stage.name)) != requirements_digest(self.gate):
-                self.say(f"{edited}: the next `run` judges by the new one")
+                self.say(f"{edited}; the next `run` judges by the new gate")
         except UserError as problem:
-            self.say(f"{edited}, and the new one is refused: {str(problem).splitlines()[0]}")
+            self.say(f"{edited}; the edited file is refused: {str(problem).splitlines()[0]}")
 
     def _promote(self, verdict: Mapping[str, Any] | None) -> None:
         stage, folder, record = self.stage, self.pipeline.folder, self.state[self.stage.name]
@@ -388,7 +396,7 @@ class StageWork:
             "override": evidence.get("override"), "requirements": requirements_digest(self.gate),
         }  # fmt: skip
         self.state.update(stage.name, status=PROMOTED, promoted=promoted)
-        self.say(f"promoted: {final.relative_to(folder)} is {record.weights['checkpoint']}")
+        self.say(f"promoted: {final.relative_to(folder)} now has the weights {record.weights['checkpoint']}")
 
     # -- commands --------------------------------------------------------------------------------------------
 
@@ -399,21 +407,22 @@ class StageWork:
         self._command(processes, [sys.executable, *words])
 
     def _command(self, processes: Processes, command: list[str], is_shell: bool = False) -> None:
-        log_path = Path("logs") / f"{self.stage.name}.log"  # of all commands of the stage
+        log_path = Path("logs") / f"{self.stage.name}.log"  # one log for all commands of the stage
         log = self.pipeline.folder / log_path
         code = processes.run(self.stage.name, command, log, self.say, with_children=is_shell)
         if code == _REQUEUE or (code and processes.stopped is not None):
             if is_shell and processes.stopped == signal.SIGUSR1:
-                # Queued again it would begin from its beginning, for ever.
+                # A shell command does not save. If its job were queued again, it would start over for ever.
                 raise StageFailed(
-                    f"{self.stage.name}: Slurm stopped it at the time limit; raise --time (key slurm), then `resume`"
+                    f"{self.stage.name}: Slurm stopped the command at the time limit; raise --time in the stage's key "
+                    "slurm, then run `resume`"
                 )
-            raise StageFailed(f"{self.stage.name}: stopped; `resume` continues it", processes.exit_code)
+            raise StageFailed(f"{self.stage.name}: stopped; run `resume` to continue", processes.exit_code)
         if code:
             lines = last_lines(log, _TAIL_LINES)
             errors = [line.strip() for line in lines if "error: " in line and "its output is above" not in line]
             exit_text = f"ended with code {code}"
-            # The first line is the stage's note.
+            # Only the first line is shown in the table of stages.
             reason = f"{errors[-1]}\n{exit_text}; " if errors else f"{exit_text}\n"
             tail = "\n".join(f"  {line}" for line in lines)
             raise StageFailed(f"{self.stage.name}: {reason}the end of {log_path}:\n{tail}")

@@ -1,4 +1,4 @@
-"""Reads and writes pipeline_state.json (the progress of a pipeline), overrides, and the lock of its
+"""Reads and writes pipeline_state.json (the progress of a pipeline) and overrides.jsonl, and locks its
 folder."""
 
 import errno
@@ -19,8 +19,8 @@ from megatron.pipelines.errors import PipelineError, cannot_write
 
 STATE, OVERRIDES, LOCK = "pipeline_state.json", "overrides.jsonl", ".pipeline.lock"
 _VERSION = 1
-_PATIENCE_S = 600.0  # for what a killed pipeline has left running: it is told to save and end
-# What a stage is doing or has come to.
+_PATIENCE_S = 600.0  # seconds to wait for processes that a killed pipeline has left running, which save and end
+# Statuses of a stage.
 WAITING, RUNNING, STOPPED, FAILED = "waiting", "running", "stopped", "failed"
 REFUSED, DONE, PROMOTED = "refused", "done", "promoted"
 
@@ -31,21 +31,21 @@ class StageRecord:
 
     status: waiting, running, stopped, failed, refused (by its gate), done (a finished data stage) or
         promoted.
-    inputs: what the result of the current attempt depends on, by name.
-    weights: the result: `checkpoint` (relative to the pipeline's folder) and `sha256`.
+    inputs: everything that the result of the current attempt depends on, by name.
+    weights: the resulting weights: `checkpoint` (path relative to the pipeline's folder) and `sha256`.
     commands: digests of the finished commands of a data stage.
     evaluation: `id`, a digest of the weights and the evaluation's settings, and `scores`, the file of scores.
     verdict: file of the newest verdict.
-    promoted: `sha256`, `verdict`, `time`, `requirements` (digest of the gate), and `override` if one was
-        needed.
-    reason: why the stage failed.
+    promoted: `sha256` of the promoted weights, `verdict`, `time`, `requirements` (digest of the gate), and
+        `override`, None if the gate passed.
+    reason: why the stage failed or stopped.
     retired: `folder`, `inputs`, `weights` and `evaluation` of earlier attempts.
-    previous: `inputs`, `weights` and `evaluation` of the run before its training was made longer.
+    previous: `inputs`, `weights` and `evaluation` of the run before it was continued for longer.
     outputs: digests of the files that a data stage's commands wrote.
     options: command-line options of the last run (`Options`).
-    job: number of its Slurm job.
+    job: number of the stage's last Slurm job.
     started, ended: seconds since 1970.
-    seconds: duration of its commands, over all starts.
+    seconds: total time that the stage ran, over all starts.
     """
 
     status: str = WAITING
@@ -67,9 +67,10 @@ class StageRecord:
 
 
 class State:
-    """The records of all stages of a pipeline, kept in pipeline_state.json, which is replaced atomically.
+    """The records of all stages of a pipeline. `state["sft"]` is the record of the stage sft.
 
-    file: the name of the pipeline's file; None before the first run.
+    They are kept in pipeline_state.json, which every change replaces atomically.
+    file: name of the pipeline's file; None before the first run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +81,9 @@ class State:
         try:
             raw = json.loads(self._path.read_text(encoding="utf-8"))
             if raw["version"] != _VERSION:
-                raise PipelineError(f"{self._path}: has version {raw['version']}, but this program reads {_VERSION}")
+                raise PipelineError(
+                    f"{self._path}: has version {raw['version']}, but this program reads only version {_VERSION}"
+                )
             for name, values in raw["stages"].items():
                 lists = {key: tuple(values[key]) for key in ("commands", "retired")}
                 self._stages[name] = StageRecord(**{**values, **lists})
@@ -88,23 +91,26 @@ class State:
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise PipelineError(f"{self._path}: cannot be read ({problem}); restore the file") from None
+            raise PipelineError(
+                f"{self._path}: the state of the pipeline cannot be read ({problem}); restore the file from a copy"
+            ) from None
 
     @property
     def exists(self) -> bool:
-        """Returns whether the pipeline was ever started."""
+        """Whether pipeline_state.json exists, so the pipeline was started at least once."""
         return self._path.is_file()
 
     def __getitem__(self, stage: str) -> StageRecord:
         return self._stages.get(stage, StageRecord())
 
     def update(self, stage: str, **changes: Any) -> None:
-        """Changes fields of a stage's record, and writes pipeline_state.json."""
+        """Changes fields of a stage's record, and writes pipeline_state.json. changes: new values by
+        field."""
         self._stages[stage] = replace(self[stage], **changes)
         self.write()
 
     def write(self) -> None:
-        """Writes the records to pipeline_state.json. Raises PipelineError if it cannot be written."""
+        """Writes the records of all stages to pipeline_state.json. Raises PipelineError if that fails."""
         stages = {name: asdict(record) for name, record in self._stages.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,13 +121,12 @@ class State:
 
 @dataclass(frozen=True)
 class Override:
-    """One line of overrides.jsonl: a person promoted weights that a gate had refused. Lines are only
-    appended.
+    """One line of overrides.jsonl: a person's decision to promote weights that a gate had refused.
 
-    by: USER@HOST.
+    by: the person, as USER@HOST.
     sha256: digest of the promoted weights.
     requirements: digest of the gate at that time.
-    baseline: SHA-256 of the weights that the gate compared with.
+    baseline: SHA-256 of the baseline weights with which the gate compared; None without a baseline.
     verdict: file of the overridden verdict.
     """
 
@@ -136,7 +141,9 @@ class Override:
 
 
 def read_overrides(folder: Path) -> list[Override]:
-    """Returns all overrides of a pipeline, the oldest first. Raises PipelineError for a damaged line."""
+    """Reads all overrides of a pipeline from overrides.jsonl, the oldest first.
+
+    Raises PipelineError for a damaged line. folder: the pipeline's folder."""
     path = folder / OVERRIDES
     if not path.is_file():
         return []
@@ -145,15 +152,17 @@ def read_overrides(folder: Path) -> list[Override]:
         try:
             overrides.append(Override(**json.loads(line)))
         except (ValueError, TypeError):
-            raise PipelineError(f"{path}:{number}: is not a valid override; restore the line") from None
+            raise PipelineError(
+                f"{path}:{number}: this line is not a valid override; restore or remove the line"
+            ) from None
     return overrides
 
 
 def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> None:
-    """Appends a line to overrides.jsonl: the overridden verdict, the reason, the user and the time."""
+    """Appends a line to overrides.jsonl: which verdict this user overrides now, and why."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as in containers
+    except (KeyError, OSError):  # the user id has no name, as in a container
         user = f"uid {os.getuid()}"
     baseline = (verdict["baseline"] or {}).get("weights_sha256")
     override = Override(
@@ -175,13 +184,14 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> None:
 
 @contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Holds the lock of a pipeline within the block. Yields the lock file, which child processes inherit.
+    """Holds the lock of a pipeline within the block. Yields the open lock file, for child processes to
+    inherit.
 
-    The lock is free once this process and all processes that inherited the file have ended. If the holder was
-    killed, its children may still save and end, and this call waits for them.
+    The lock is released once this process and all processes that inherited the file have ended. If the
+    process that took the lock was killed, its children still hold it while they save and end.
 
-    Raises PipelineError if another process runs the pipeline (in a Slurm job only after 10 minutes), or if
-    children of a killed holder do not end in 10 minutes.
+    Raises PipelineError if another process runs the pipeline. Before that it waits 10 minutes if this process
+    is in a Slurm job, or if the lock is only held by children of a killed process. say: told about the wait.
     """
     try:
         file = (folder / LOCK).open("a+", encoding="utf-8")
@@ -199,40 +209,44 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
             holder_text = f"process {holder.get('pid')} on {holder.get('host')}"
             holder_text += f", job {holder['job']}" if holder.get("job") else ""
             is_alive = holder.get("host") != socket.gethostname() or _is_alive(holder.get("pid"))
-            # A job waits for a command that somebody has just typed, and for the lock of a node that is gone.
+            # A Slurm job waits for a short command that a person has typed, and for the lock of a crashed
+            # node.
             if time.monotonic() - start > (_PATIENCE_S if in_job or not is_alive else 0.0):
                 file.close()
                 if is_alive:
                     raise PipelineError(
-                        f"{folder}: another process runs this pipeline; wait for {holder_text}"
+                        f"{folder}: another process runs this pipeline; wait until it ends: {holder_text}"
                     ) from None
                 raise PipelineError(
-                    f"{folder}: {holder_text} has ended, but processes it started still run; `fuser {folder / LOCK}` "
-                    "lists them"
+                    f"{folder}: {holder_text} has ended, but processes that it started still run; list them with "
+                    f"`fuser {folder / LOCK}`, and end them"
                 ) from None
             if not reported:
-                note = "" if is_alive else " is gone; what it has left running"
-                say(f"{holder_text}{note} is waited for")
+                note = "" if is_alive else ", or rather the processes that it left running,"
+                say(f"waiting until {holder_text}{note} has ended")
                 reported = True
             time.sleep(0.2)
         except OSError as problem:
             file.close()
-            raise PipelineError(f"{folder}: its disk has no file locks ({problem.strerror}); use another") from None
+            raise PipelineError(
+                f"{folder}: its file system supports no file locks ({problem.strerror}); use a folder on another one"
+            ) from None
     try:
         own_job = os.environ.get("SLURM_JOB_ID")
         own_record = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n"
         try:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), own_record.encode())
-        except OSError as problem:  # the lock holds without it
-            say(f"warning: {folder / LOCK}: does not say who holds it ({problem.strerror})")
+        except OSError as problem:  # the lock works even if the file does not say who holds it
+            say(f"warning: cannot write into {folder / LOCK} which process holds the lock ({problem.strerror})")
         yield file
     finally:
         file.close()
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a process holds the lock of the pipeline, so that the pipeline is running."""
+    """Returns whether a process holds the lock of the pipeline in `folder`, which means that it is
+    running."""
     try:
         with (folder / LOCK).open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Draws the table of stages, live on a terminal, and prints progress lines."""
+"""Draws the table of a pipeline's stages, live on a terminal, and prints lines of progress."""
 
 import sys
 import time
@@ -38,8 +38,9 @@ _METRICS = ("train/lm_loss", "validation/lm_loss", "train/rewards/accuracies", "
 
 
 class Display:
-    """Shows the progress of a pipeline: a live table on a terminal, otherwise one line a minute for the
-    running stage."""
+    """Shows the progress of a pipeline in a `with` block.
+
+    On a terminal it is a live table of stages; otherwise one line a minute for the running stage."""
 
     def __init__(self, pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
         self._pipeline, self._state, self._say = pipeline, state, say
@@ -60,12 +61,13 @@ class Display:
             self._live = None
 
     def line_writer(self, name: str) -> Callable[[str], None]:
-        """Returns a function that prints a line with the name of the stage in front."""
+        """Returns a function that prints its argument as a line `NAME: ...`. name: name of the stage."""
         return lambda line: self._say(f"{name}: {line}")
 
     def beat(self) -> None:
-        """Redraws the table, or prints a line for the running stage, if the time has come. Call it often
-        while a command runs."""
+        """Redraws the table once a second, or prints a line of progress once a minute.
+
+        Call it often while a command runs; most calls do nothing."""
         now = time.monotonic()
         if self._live is not None and now - self._last_draw_time >= _DRAW_EVERY_S:
             self._last_draw_time = now
@@ -77,8 +79,8 @@ class Display:
                     self._say(f"{stage.name}: {progress_of(self._pipeline, stage) or 'running'}")
 
     def print_table(self) -> None:
-        """Prints the table of stages once more at the end."""
-        with self._console.capture() as captured:  # rich would end this process where nobody reads
+        """Prints the table of stages once, as it is now."""
+        with self._console.capture() as captured:  # rich would end this process if the pipe's reader is gone
             self._console.print(self._table())
         say(captured.get().rstrip("\n"))
 
@@ -87,12 +89,13 @@ class Display:
 
 
 def progress_of(pipeline: Pipeline, stage: Stage) -> str:
-    """Returns the progress of a training stage, such as `iteration 120/300, train/lm_loss 4.2`; "" if there
-    is none yet."""
+    """Returns the progress of a training stage as text, such as `iteration 120/300, train/lm_loss 4.2`.
+
+    It is "" before the stage's run has written its status."""
     save = pipeline.save(stage.name)
     folder = RunFolder(save, save / "logs")
     status, rows = folder.status(), folder.last_rows(_TAIL)
-    unread = [f"not used: {line}" for line in folder.problems.lines()]
+    unread = [f"unusable: {line}" for line in folder.problems.lines()]
     parts = [f"iteration 0/{status['train_iters']}"] if status.get("train_iters") else []
     if rows and status:
         values = {name: row[name] for row in rows for name in _METRICS if name in row}
@@ -102,10 +105,10 @@ def progress_of(pipeline: Pipeline, stage: Stage) -> str:
 
 
 def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str]]:
-    """Returns a row for each stage: the text of each cell by the name of its column.
+    """Returns one row per stage for the table of stages: the text of each cell, by the name of its column.
 
-    works: whether a process runs the pipeline now. If not, the state of a running stage is shown as
-    interrupted.
+    works: whether a process runs the pipeline now. If not, a stage whose recorded status is running is shown
+    as interrupted.
     """
     overrides = read_overrides(pipeline.folder)
     rows = []
@@ -125,38 +128,41 @@ def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str
 
 
 def gate_words(pipeline: Pipeline, stage: Stage, state: State) -> str:
-    """Returns the newest verdict on a stage in a few words, such as `pass (sft-1)`.
+    """Returns the newest verdict on a stage as a short text, such as `pass (sft-1)`.
 
-    "none": promoted without a gate. "": there is no verdict on the present weights.
+    "none" if the stage was promoted without a gate; "" if there is no verdict on its present weights.
     """
     record = state[stage.name]
     if record.verdict is None:
         return "none" if record.promoted and stage.kind == "train" else ""
     try:
         verdict = read_verdict(pipeline.folder, record.verdict)
-    except PipelineError:  # logs may be removed; what was promoted by it keeps a copy
+    except PipelineError:  # logs may have been removed; promoted weights have a copy of their verdict
         return _gate_without_file(pipeline, stage, record)
     if verdict["weights_sha256"] != record.weights.get("sha256"):
-        return ""  # of an earlier attempt
+        return ""  # the verdict is on an earlier attempt
     is_overridden = record.promoted.get("override") and record.promoted["sha256"] == verdict["weights_sha256"]
     return f"{verdict['result']} ({Path(record.verdict).stem})" + (", overridden" if is_overridden else "")
 
 
 def _gate_without_file(pipeline: Pipeline, stage: Stage, record: StageRecord) -> str:
-    """Returns the verdict in words from the copy stored with the promoted weights. It is used if the
-    verdict's own file is missing or damaged. Without a copy the verdict is `unknown`."""
+    """Returns the verdict on a stage as a short text if the verdict's file is missing or damaged.
+
+    It is read from the copy stored with the promoted weights. Without a copy the text begins with
+    `unknown`."""
     name = Path(record.verdict or "").name
     try:
         promoted = promoted_verdict(pipeline.final(stage.name))
     except PipelineError:
         promoted = {}
     if promoted.get("file") == record.verdict and promoted.get("weights_sha256") == record.weights.get("sha256"):
-        return f"{promoted.get('result')} ({Path(name).stem}, whose file is gone)"
-    return f"unknown ({name} is gone or damaged; `gate {stage.name}` judges again)"
+        return f"{promoted.get('result')} ({Path(name).stem}; its file is gone, so a copy was read)"
+    return f"unknown ({name} is missing or damaged; run `gate {stage.name}` to judge again)"
 
 
 def notes_of(pipeline: Pipeline, stage: Stage, state: State, overrides: Sequence[Override]) -> list[str]:
-    """Returns notes on a stage: why it failed, each override, and the folders of earlier attempts."""
+    """Returns notes on a stage as texts: why it failed, overrides of its gate, folders of earlier
+    attempts."""
     record = state[stage.name]
     notes = [record.reason] if record.reason else []
     for entry in overrides:
@@ -170,10 +176,10 @@ def notes_of(pipeline: Pipeline, stage: Stage, state: State, overrides: Sequence
 
 
 def stage_table(pipeline: Pipeline, state: State, boxed: bool, works: bool) -> Table:
-    """Returns the table of stages.
+    """Returns the table of a pipeline's stages, for rich to print.
 
-    boxed: whether to format it for a terminal.
-    works: as for `rows_of`.
+    boxed: format it for a terminal, with a title and folded cells.
+    works: whether a process runs the pipeline now.
     """
     table = Table(
         title=pipeline.title if boxed else None, box=box.SIMPLE_HEAD if boxed else None, pad_edge=False,

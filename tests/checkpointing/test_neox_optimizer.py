@@ -258,7 +258,7 @@ def test_merged_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str
     manifest = read_manifest(path)
     assert manifest is not None and manifest.optimizer
     assert (manifest.iteration, manifest.consumed_samples) == (3, 12)
-    assert "from which a run starts at iteration 0" not in capsys.readouterr().out
+    assert "a run that loads it starts at iteration 0" not in capsys.readouterr().out
     args = golden_args(run)
     unmerged = NeoXOptimizer(checkpoint(run), args)
     for layer, specs in layer_params(args).items():

@@ -163,12 +163,12 @@ def test_several_checks_their_numbers_and_nearest_names(tmp_path):
     ("sft: {require: [{metric: a, maximum: 1}]}", "maximum"),
     ("sft: {require: [{metric: a, max: often}]}", "expected float"),
     ("sft: {require: [{metric: a, max: .nan}]}", "expected float"),
-    ("sft: {require: [{metric: a, min: 2, max: 1}]}", "nothing can pass"),
+    ("sft: {require: [{metric: a, min: 2, max: 1}]}", "no value can pass"),
     ("sft: {require: [{metric: a, max_drop: 0.1}]}", "set baseline"),
-    ("sft: {baseline: dpo, require: [{metric: a, max_drop: 0.1}]}", "dpo is not an earlier stage"),
-    ("sft: {baseline: sft, require: [{metric: a, max_drop: 0.1}]}", "sft is not an earlier stage"),
+    ("sft: {baseline: dpo, require: [{metric: a, max_drop: 0.1}]}", "dpo is not an earlier training stage"),
+    ("sft: {baseline: sft, require: [{metric: a, max_drop: 0.1}]}", "sft is not an earlier training stage"),
     ("sft: {baseline: pretrain, require: [{metric: a, max_drop: -0.1}]}", "at least 0"),
-    ("sft: {baseline: pretrain, require: [{metric: a, max_drop: much}]}", "a share as 2%"),
+    ("sft: {baseline: pretrain, require: [{metric: a, max_drop: much}]}", "a share such as 2%"),
     ("sft: {require: [{metric: a, max: 1, window: 0}]}", "at least 1 step"),
     ("sft: {require: [{metric: a, max: 1, window: 200%}]}", "a share of the run"),
     ("sft: {require: [{metric: a, max: 1, aggregate: max}]}", "no effect without window"),
@@ -238,14 +238,14 @@ def test_override(tmp_path, overridden_verdict, judged_verdict, holds):
 # rows, iteration of the weights, metric, window, what is said
 @pytest.mark.parametrize(("metric_rows", "iteration", "metric", "window", "message"), [
     (rows(3.0, 2.0), 25, LOSS, None, None),  # logged every ten steps: the next row would be that of 30
-    (rows(3.0, 2.0), 30, LOSS, None, "last measured at iteration 20; the weights are of iteration 30"),
+    (rows(3.0, 2.0), 30, LOSS, None, "measured at iteration 20, but the weights are of iteration 30"),
     (rows(3.0), 9, LOSS, None, None),
     ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, None, "no value at iteration 30"),
     ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, 20, "no value at iteration 30"),
     ((*rows(3.0, 2.0), {"iteration": 30, "validation/lm_loss": 1.0}), 20, LOSS, 20, None),
     (rows(3.0, name="validation/lm_loss"), 10, "validation/lm_loss", None, None),
     (rows(3.0, name="validation/lm_loss"), 11, "validation/lm_loss", None, "the weights are of iteration 11"),
-    ((*rows(3.0), {"iteration": 11, "train/lm_loss": 1.0}), 11, ACC, None, "there is no"),
+    ((*rows(3.0), {"iteration": 11, "train/lm_loss": 1.0}), 11, ACC, None, "no metric "),
 ])  # fmt: skip
 def test_what_was_measured_of_other_weights_is_missing(metric_rows, iteration, metric, window, message):
     measurements = Measurements(metric_rows, {}, iteration)

@@ -83,7 +83,7 @@ def test_a_gate_edited_during_its_stage_is_reported(tmp_path: Path, edited: obje
     work = work_on(tmp_path, state, messages)
     write_yaml(tmp_path / "gates.yml", {**GATES, "pretrain": edited})
     work.judge_and_promote()
-    (line,) = [line for line in messages if "gates.yml: edited" in line]
+    (line,) = [line for line in messages if "gates.yml was edited" in line]
     assert expected in line and state["pretrain"].status == PROMOTED, "by the gate as it was"
 
 
@@ -116,7 +116,7 @@ def test_nothing_outlives_its_command(tmp_path: Path) -> None:
 def test_an_edited_pipeline_is_reported(tmp_path: Path) -> None:
     stages = {name: {**DATA, "commands": ["echo '# more' >> pipeline.yml; touch made"]} for name in ("a", "b")}
     done = pipeline("run", write_small(tmp_path / "p", stages, {}))
-    assert done.returncode == 0 and "b: warning:" in done.stderr and "pipeline.yml: edited" in done.stderr
+    assert done.returncode == 0 and "b: warning:" in done.stderr and "pipeline.yml was edited" in done.stderr
 
 
 FULL = """

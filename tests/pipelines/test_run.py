@@ -212,7 +212,7 @@ def test_a_longer_run_goes_on(copied):
     assert refused.returncode == 1 and "learning-rate schedule" in refused.stderr
     change_yaml(copied / "sft.yml", override_lr_scheduler=True)
     output = passed("resume", copied, "sft", "--only")
-    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in output
+    assert "sft: continues the run for longer: train_iters 6 -> 9" in refused.stderr and "anew" not in output
     assert (copied / "checkpoints/sft_final/latest").read_text() == "global_step9"
     log = (copied / "logs/sft.log").read_text()
     assert "iteration        7/" in log and "iteration        1/       9" not in log
@@ -260,13 +260,13 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
     assert "needs the stage sft, which is stopped" in pipeline("resume", copied, "lora").stderr
     change_yaml(copied / "sft.yml", data_seed=7, train_iters=6)
     output = passed("resume", copied, "sft")
-    assert "sft: takes checkpoints/sft.1 back" in output and "lora: unchanged" in output
+    assert "sft: uses checkpoints/sft.1 again" in output and "lora: unchanged" in output
     assert finals(copied) == finals_before
 
     change_yaml(copied / "sft.yml", train_iters=9)
     assert pipeline("resume", copied, "sft", "--only").returncode == 1  # the learning rate's end is not said
     change_yaml(copied / "sft.yml", train_iters=6)
-    assert "sft: goes back to what it was" in passed("resume", copied, "sft")
+    assert "sft: uses the earlier, shorter run again" in passed("resume", copied, "sft")
     assert finals(copied) == finals_before
 
 

@@ -104,7 +104,7 @@ def test_what_was_cut_off_goes_on(tmp_path, server):
     digests, messages = fetch(tmp_path, url_source(server))
     assert digests == {"x.bin": DIGEST}
     assert [first_byte for _, _, first_byte in server.requests] == [0, 300_000, 700_000]
-    assert any("of which 0.3 MB are there" in line for line in messages)
+    assert any("of which 0.3 MB are here" in line for line in messages)
 
 
 def test_a_killed_download_goes_on(tmp_path, server):
@@ -134,7 +134,7 @@ def test_what_cannot_be_had(tmp_path, server):
     assert len(server.requests) == 1  # it is not there: no second try
     server.status = [503, 429]
     assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST}
-    with pytest.raises(PipelineError, match=r"cannot be fetched .* put the file at .*/y by other means"):
+    with pytest.raises(PipelineError, match=r"cannot be downloaded .* put the file at .*/y by other means"):
         fetch(tmp_path, Source(name="y", license="MIT", url="http://127.0.0.1:9/y", sha256=DIGEST))
 
 
@@ -157,7 +157,7 @@ def test_paths_are_linked_and_looked_at(tmp_path):
     assert fetch(tmp_path, source)[0] == first_digests
     (tmp_path / "mine/b.txt").write_text("b")
     assert fetch(tmp_path, source)[0] != first_digests
-    with pytest.raises(PipelineError, match="there is no such file or folder"):
+    with pytest.raises(PipelineError, match="no such file or folder"):
         fetch(tmp_path, Source(name="none", license="own", path="none"))
 
 

@@ -174,7 +174,7 @@ def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureF
     largest = (states[0].double() - states[1].double()).abs().max()
     assert f"{spec}\n" in output and f"[64, 32]  largest difference {largest:.3e}" in output and "equal" not in output
     inspect_checkpoints.main(["--compare", f"{trained / 'global_step6'},{trained / 'global_step6'}", "--diff"])
-    assert capsys.readouterr().out.startswith("0 differ in ")
+    assert capsys.readouterr().out.startswith("0 values differ in ")
     copy = tmp_path / spec
     torch.save({"a": torch.zeros(2), "n": {"step": 3, "name": "x"}}, copy)
     changed_path = tmp_path / "other.pt"
@@ -197,7 +197,7 @@ def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureF
     monkeypatch.setattr("code.interact", lambda banner, local, exitmsg: inspected.append(local["checkpoint"]))
     inspect_checkpoints.main([str(copy), "--attributes", "n/step", "-i"])
     assert "n/step" in (output := capsys.readouterr().out) and "name" not in output and inspected[0]["n"]["name"] == "x"
-    assert "holds nothing called n/st" in refused(inspect_checkpoints.main, copy, "--attributes", "n/st")
+    assert "no value is called n/st" in refused(inspect_checkpoints.main, copy, "--attributes", "n/st")
     with pytest.raises(SystemExit):
         inspect_checkpoints.main([str(copy), "--diff"])
 
@@ -205,7 +205,9 @@ def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_inspect_reads_neox_and_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     inspect_checkpoints.main([str(checkpoint("neox_pp2_mp2")), "--match", "layer_03-model_01"])
     output = capsys.readouterr().out
-    assert "no manifest.json" in output and "attention.query_key_value.weight" in output and "layer_04" not in output
+    assert (
+        "without manifest.json" in output and "attention.query_key_value.weight" in output and "layer_04" not in output
+    )
 
     class Evil:
         def __reduce__(self) -> tuple[Any, tuple[str]]:

@@ -73,7 +73,7 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for layer, tensors in full_weights[1].items():
         assert all(torch.equal(full_weights[0][layer][name], value) for name, value in tensors.items())
     assert "te_layernorm_mlp" not in read_manifest(find_checkpoint(tmp_path / "out", 4)).model  # such a run may load it
-    assert "--tp must be at least 1" in refused(convert_hf_to_neox.main, "--hf-model", folder, "--tp", "0")
+    assert "must be at least 1" in refused(convert_hf_to_neox.main, "--hf-model", folder, "--tp", "0")
     text = refused(convert_hf_to_neox.main, *words, "6", "--hf-model", "org/name")
     assert text.startswith("convert_hf_to_neox.py: error: org/name: ") and "Hub" in text
     assert "model_parallel_size: 3 " in refused(convert_hf_to_neox.main, *words, "7", "--tp", "3")

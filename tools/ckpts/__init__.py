@@ -1,1 +1,1 @@
-"""Checkpoint commands, with the names and flags of GPT-NeoX."""
+"""Commands that convert, merge, inspect and check checkpoints, with the names and flags of GPT-NeoX."""

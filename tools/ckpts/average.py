@@ -1,10 +1,9 @@
-"""Average checkpoints of one model: the weights alone, in fp32, one layer in memory at a time.
+"""Averages the weights of checkpoints of one model, in fp32, with one layer in memory at a time.
 
     python tools/ckpts/average.py --output_dir averaged checkpoints/run/global_step{800,900,1000}
 
-The result has the number, the layout and the tokenizer of the last one, and no optimizer state. The
-checkpoint appears in the output folder only when it is complete. After an interruption, run the same command
-again.
+The result has the iteration, layout and tokenizer of the last named checkpoint, and no optimizer state. It
+appears in the output folder only when it is complete. After an interruption, run the same command again.
 """
 
 import argparse
@@ -22,8 +21,10 @@ from tools.ckpts.flags import local, place, progress  # noqa: E402
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("checkpoints", type=place, nargs="+", help="each a global_stepN of the same model")
-    parser.add_argument("--output_dir", "--output-dir", type=place, required=True, help="folder for the mean")
+    parser.add_argument("checkpoints", type=place, nargs="+", help="checkpoints global_stepN of the same model")
+    parser.add_argument(
+        "--output_dir", "--output-dir", type=place, required=True, help="folder in which global_stepN is written"
+    )
     return parser.parse_args(argv)
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path = average(options.checkpoints, options.output_dir, progress=progress)
     except (UserError, OSError) as problem:
         sys.exit(f"average.py: error: {problem}")
-    print(f"{path}: the mean of {len(options.checkpoints)} checkpoints")
+    print(f"{path}: wrote the mean of {len(options.checkpoints)} checkpoints")
 
 
 if __name__ == "__main__":

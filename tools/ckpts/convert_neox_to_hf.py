@@ -1,10 +1,10 @@
-"""Write a checkpoint, ours or GPT-NeoX's of any layout and generation, in HuggingFace's format.
+"""Converts a checkpoint, ours or GPT-NeoX's of any layout and version, to a HuggingFace model folder.
 
-    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml \\
-        --output_dir hf/run --precision bf16
+    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml
+        \\ --output_dir hf/run --precision bf16
 
-Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with this
-project's forward pass; a difference above the bound is refused. After an interruption, run the same command
+Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with those of
+this project's model; if they differ too much, the command fails. After an interruption, run the same command
 again.
 """  # noqa: W505 (lines to copy)
 
@@ -36,24 +36,34 @@ if TYPE_CHECKING:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     add_source_flags(parser, "the folder to write")
-    parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the checkpoint's")
-    parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
-    parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="vocab_file is a folder or a Hub name")
-    parser.add_argument("--pad-token-id", type=int, default=-1, help="of the tokenizer; -1: as it says")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="auto", help="dtype of the written weights; auto: the checkpoint's"
+    )
+    parser.add_argument(
+        "--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="write no tokenizer into the folder"
+    )
+    parser.add_argument(
+        "--vocab-is-hf-tokenizer",
+        action="store_true",
+        help="read the tokenizer from vocab_file as from a HuggingFace folder or Hub name",
+    )
+    parser.add_argument(
+        "--pad-token-id", type=int, default=-1, help="id of the padding token; -1: the tokenizer's own (default)"
+    )
     parser.add_argument(
         "--architecture",
         default="auto",
-        help="auto, neox, or a model_type (tools/ckpts/families.py); auto: that of the model that was imported, else "
-        "the first that fits",
+        help="HuggingFace model_type to write (see tools/ckpts/families.py), or neox; auto: that of the imported "
+        "model, else the first that fits",
     )
     add_dry_run_flag(parser)
     return parser.parse_args(argv)
 
 
 def convert(options: argparse.Namespace) -> "LogitComparison | None":
-    """Converts a checkpoint to a HuggingFace model, as the options say.
+    """Converts a checkpoint to a HuggingFace model folder, as the command-line options say.
 
-    Returns the comparison of both models' logits; None for a dry run. Raises CheckpointError, ConfigError.
+    Returns the comparison of the two models' logits; None for a dry run. Raises CheckpointError, ConfigError.
     """
     import torch
 

@@ -1,11 +1,12 @@
-"""Write a Mamba or Mamba 2, a checkpoint of any layout, as the package mamba_ssm reads it: config.json,
-pytorch_model.bin.
+"""Converts a checkpoint of a Mamba or Mamba 2 model to the format of the package mamba_ssm.
 
-    python tools/ckpts/convert_neox_to_mamba_ssm.py --input_dir checkpoints/run/global_step1000 --output_dir mamba \\
-        --config_file run.yml --precision bf16
+The format is a folder with config.json and pytorch_model.bin.
 
-`MambaLMHeadModel.from_pretrained("mamba")` loads the folder. The families `mamba` and `mamba2` of
-convert_neox_to_hf.py are for transformers.
+    python tools/ckpts/convert_neox_to_mamba_ssm.py --input_dir checkpoints/run/global_step1000 --output_dir
+        mamba \\ --config_file run.yml --precision bf16
+
+`MambaLMHeadModel.from_pretrained("mamba")` loads the folder. For transformers, use convert_neox_to_hf.py with
+the families `mamba` and `mamba2`.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -30,14 +31,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--precision",
         choices=PRECISIONS,
         default="auto",
-        help="of the result, but for A_log and D that are fp32; auto: the checkpoint's",
+        help="dtype of the written weights, except A_log and D, which are fp32; auto: the checkpoint's",
     )
-    parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
+    parser.add_argument(
+        "--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="write no tokenizer into the folder"
+    )
     return parser.parse_args(argv)
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Converts a checkpoint to mamba_ssm's format as the options say. Raises CheckpointError, ConfigError."""
+    """Converts a checkpoint to mamba_ssm's format, as the command-line options say.
+
+    Raises CheckpointError, ConfigError."""
     import torch
 
     from megatron.checkpointing import describe_layout
@@ -59,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             convert(options)
     except (UserError, OSError) as problem:
         sys.exit(f"{NAME}: error: {problem}")
-    print(f"{options.output_dir}: config.json and pytorch_model.bin, mamba_ssm's names")
+    print(f"{options.output_dir}: wrote config.json and pytorch_model.bin with mamba_ssm's names of weights")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Write a LLaMA or Mistral, a checkpoint or a HuggingFace folder, in Meta's format: params.json,
-consolidated.NN.pth.
+"""Converts a LLaMA or Mistral model, a checkpoint or a HuggingFace folder, to Meta's format.
 
-    python tools/ckpts/convert_neox_to_raw_llama.py --input_dir checkpoints/run/global_step1000 --output_dir raw \\
-        --num_output_shards 2
+The format is a folder with params.json and consolidated.NN.pth.
 
-A checkpoint goes through HuggingFace's format, with its check of the logits, in a temporary folder beside the
-output.
+    python tools/ckpts/convert_neox_to_raw_llama.py --input_dir checkpoints/run/global_step1000 --output_dir
+        raw \\ --num_output_shards 2
+
+A checkpoint is first converted to HuggingFace's format, which checks the logits, in a temporary folder beside
+the output.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -27,12 +28,18 @@ NAME = "convert_neox_to_raw_llama.py"
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     add_source_flags(parser, "the folder to write")
-    parser.add_argument("--num_output_shards", "--num-output-shards", type=int, default=1, help="consolidated.NN.pth")
+    parser.add_argument(
+        "--num_output_shards",
+        "--num-output-shards",
+        type=int,
+        default=1,
+        help="consolidated.NN.pth",
+    )
     return parser.parse_args(argv)
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Converts a checkpoint or HuggingFace model to Meta's raw Llama files, as the options say.
+    """Converts a checkpoint or HuggingFace model to Meta's format, as the command-line options say.
 
     Raises CheckpointError, ConfigError."""
     from megatron.checkpointing.huggingface import HFFolder, export_hf, is_hf
@@ -57,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             convert(options)
     except (UserError, OSError) as problem:
         sys.exit(f"{NAME}: error: {problem}")
-    print(f"{options.output_dir}: {options.num_output_shards} files, Meta's names")
+    print(f"{options.output_dir}: wrote {options.num_output_shards} files of weights with Meta's names")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Write LLaMA or Mistral in Meta's format, params.json and consolidated.NN.pth, as a checkpoint that training
-loads.
+"""Converts a LLaMA or Mistral model in Meta's format to a checkpoint that training loads.
+
+Meta's format is a folder with params.json and consolidated.NN.pth.
 
     python tools/ckpts/convert_raw_llama_weights_to_neox.py --input_dir llama --model_size 7B \\
         --output_dir checkpoints/7B --num_output_shards 2 --pipeline_parallel
 
-The files are in `--input_dir` or in its folder named as the size. The logits are compared with those of
-transformers before the checkpoint appears. After an interruption, run the same command again.
+The folder is `--input_dir`, or `--input_dir`/`--model_size`. Before the checkpoint appears, its logits are
+compared with those of transformers. After an interruption, run the same command again.
 """
 
 import argparse
@@ -28,24 +29,41 @@ _POSITIONS = {"34B": 16384, **dict.fromkeys(_MISTRAL, 32768)}
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="with params.json, or its parent")
+    parser.add_argument(
+        "--input_dir", "--input-dir", type=place, required=True, help="folder with params.json, or the folder above it"
+    )
     parser.add_argument(
         "--model_size", "--model-size", choices=(*_LLAMA, *_MISTRAL, "tokenizer_only"), required=True,
-        help="folder in --input_dir, and whether LLaMA or Mistral; sizes are those of params.json",
+        help="name of the folder in --input_dir, which also tells LLaMA from Mistral (sizes come from params.json); "
+        "tokenizer_only copies the tokenizer alone",
     )  # fmt: skip
-    parser.add_argument("--output_dir", "--output-dir", type=place, required=True, help="folder for global_step0")
-    parser.add_argument("--num_output_shards", "--num-output-shards", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument("--pipeline_parallel", "--pipeline-parallel", action="store_true", help="a file for each layer")
+    parser.add_argument(
+        "--output_dir", "--output-dir", type=place, required=True, help="folder in which global_step0 is written"
+    )
+    parser.add_argument(
+        "--num_output_shards",
+        "--num-output-shards",
+        type=int,
+        default=1,
+        help="tensor-parallel size of the checkpoint's files (default: 1)",
+    )
+    parser.add_argument(
+        "--pipeline_parallel",
+        "--pipeline-parallel",
+        action="store_true",
+        help="write one file per layer, as pipelines do",
+    )
     add_names_flag(parser, "neox", "neox")
     parser.add_argument(
         "--max_position_embeddings", type=int,
-        help="which params.json does not say; unset: 4096; of 34B 16384, Mistral 32768, LLaMA 3.1 131072",
+        help="longest sequence of the model, which is not in params.json (default: 4096; 34B: 16384, Mistral: 32768, "
+        "LLaMA 3.1: 131072)",
     )  # fmt: skip
     return parser.parse_args(argv)
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Converts Meta's raw Llama files to a checkpoint as the options say.
+    """Converts a model in Meta's format to a checkpoint, as the command-line options say.
 
     Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
@@ -57,16 +75,18 @@ def convert(options: argparse.Namespace) -> None:
     size, source_dir = options.model_size, options.input_dir
     if size == "tokenizer_only":
         if not (source_dir / TOKENIZER).is_file():
-            raise CheckpointError(f"{source_dir / TOKENIZER}: no such file")
+            raise CheckpointError(f"{source_dir / TOKENIZER}: no such file; --input_dir must be the folder that has it")
         options.output_dir.mkdir(parents=True, exist_ok=True)
         replace_file(options.output_dir / TOKENIZER, (source_dir / TOKENIZER).read_bytes())
         print(f"{options.output_dir / TOKENIZER}: copied")
         return
     if options.num_output_shards < 1:
-        raise CheckpointError("--num_output_shards must be at least 1")
+        raise CheckpointError("--num_output_shards, the tensor-parallel size, must be at least 1")
     raw = source_dir if (source_dir / PARAMS).is_file() else source_dir / size
     if not (raw / PARAMS).is_file():
-        raise CheckpointError(f"{raw / PARAMS}: no such file; --input_dir is the folder of params.json, or its parent")
+        raise CheckpointError(
+            f"{raw / PARAMS}: no such file; give the folder of params.json, or the folder above it, as --input_dir"
+        )
     usual = 131072 if read_json(raw / PARAMS).get("use_scaled_rope") else _POSITIONS.get(size, 4096)
     model_type = "mistral" if size in _MISTRAL else "llama"
     with tempfile.TemporaryDirectory() as temporary_dir:
@@ -77,7 +97,10 @@ def convert(options: argparse.Namespace) -> None:
             folder, options.output_dir, tensor=options.num_output_shards, pipe=1 if options.pipeline_parallel else 0,
             naming=options.names, progress=progress,
         )  # fmt: skip
-    print(f"{path}: {options.num_output_shards} tensor ranks; its configuration is {path / 'configs' / 'hf_model.yml'}")
+    print(
+        f"{path}: written for {options.num_output_shards} tensor ranks; the model's configuration is in "
+        f"{path / 'configs' / 'hf_model.yml'}"
+    )
     print(f"{path}: {parity}")
 
 

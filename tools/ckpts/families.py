@@ -1,7 +1,7 @@
-"""Print the HuggingFace families that are read and written, with what each has beside attention and an MLP.
+"""Prints the HuggingFace model families that can be converted, with the features that set each apart.
 
-python tools/ckpts/families.py              # all, a line each
-python tools/ckpts/families.py gemma2       # one, with all that is known of it
+python tools/ckpts/families.py              # all families, one line each
+python tools/ckpts/families.py gemma2       # one family, with model_type, architectures, features and notes
 """  # noqa: W505 (lines to copy)
 
 import sys
@@ -17,7 +17,11 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("model_type", nargs="*", help="of config.json, or how the name of a family begins; none: all")
+    parser.add_argument(
+        "model_type",
+        nargs="*",
+        help="model_type in config.json, or the begin of a family's name (default: all families)",
+    )
     options = parser.parse_args(argv)
     from megatron.checkpointing.families.feature_table import family_rows
 
@@ -28,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     unknown = [name for name in options.model_type if name not in row_by_name]
     if unknown:
-        sys.exit(f"families.py: error: {unknown[0]}: no family; one of {', '.join(sorted(row_by_name))}")
+        sys.exit(f"families.py: error: {unknown[0]}: no such family; choose from {', '.join(sorted(row_by_name))}")
     for name in options.model_type:
         row = row_by_name[name]
         print(f"{row.title}\n  model_type     {', '.join(row.model_types)}")
@@ -42,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in rows:
             print(f"{row.title:<{width}}  {', '.join(row.model_types):<{types}}  {', '.join(row.features)}")
     try:
-        print(f"transformers {version('transformers')} is installed; docs/huggingface.md names the one tested against")
+        print(f"transformers {version('transformers')} is installed; docs/huggingface.md names the tested version")
     except PackageNotFoundError:
-        print("transformers is not installed; docs/huggingface.md names the version tested against")
+        print("transformers is not installed; docs/huggingface.md names the version that was tested")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Prints a checkpoint's content: run, layout, and each tensor's file, name, dtype, shape and magnitude.
+"""Prints the content of a checkpoint: run, layout, and each tensor's file, name, dtype, shape and magnitude.
 
     python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
     python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear
     python tools/ckpts/inspect_checkpoints.py --compare --diff checkpoints/run/global_step1000,checkpoints/b
 
-Reads GPT-NeoX's checkpoints too. A file that differs from manifest.json is refused, unless --damaged is
-given. No code in a file is executed.
+GPT-NeoX's checkpoints can be read too. The command fails if a file differs from manifest.json, unless
+--damaged is given. Code in the files is not executed.
 """
 
 import argparse
@@ -24,24 +24,41 @@ from tools.ckpts.flags import local, place  # noqa: E402
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("path", nargs="?", type=place, help="a global_stepN, their folder, or one file; two: A,B")
-    parser.add_argument("--checkpoint-path", "--checkpoint_path", type=place, dest="other", help="the same by name")
-    parser.add_argument("--iteration", type=int, help="which one of a folder; unset: the one `latest` names")
-    parser.add_argument("--match", default="", help="only tensors whose file or name has this in it")
-    parser.add_argument("--damaged", action="store_true", help="show files that are not as manifest.json says, too")
+    parser.add_argument(
+        "path",
+        nargs="?",
+        type=place,
+        help="a checkpoint global_stepN, a folder of them, or one file; with --compare two of these: A,B",
+    )
+    parser.add_argument(
+        "--checkpoint-path", "--checkpoint_path", type=place, dest="other", help="another way to give the path"
+    )
+    parser.add_argument(
+        "--iteration",
+        type=int,
+        help="iteration of the checkpoint to read from a folder of them (default: the one that `latest` names)",
+    )
+    parser.add_argument("--match", default="", help="show only tensors whose FILE/NAME contains this text")
+    parser.add_argument(
+        "--damaged", action="store_true", help="also read files that differ from manifest.json, instead of failing"
+    )
     parser.add_argument(
         "--attributes", nargs="*", default=[], metavar="NAME",
-        help="only these, numbers and texts too; parts of a nested name joined by /",
+        help="show only values with these names, numbers and texts included; nested names are joined by /",
     )  # fmt: skip
-    parser.add_argument("-c", "--compare", action="store_true", help="the two checkpoints A,B, by file and name")
-    parser.add_argument("-d", "--diff", action="store_true", help="of a comparison what differs alone")
-    parser.add_argument("-i", "--interactive", action="store_true", help="then a Python prompt; `checkpoint` is there")
+    parser.add_argument(
+        "-c", "--compare", action="store_true", help="compare the checkpoints A and B, tensor by tensor"
+    )
+    parser.add_argument("-d", "--diff", action="store_true", help="with --compare: show only tensors that differ")
+    parser.add_argument(
+        "-i", "--interactive", action="store_true", help="then open a Python prompt with the content as `checkpoint`"
+    )
     options = parser.parse_args(argv)
     if (options.path is None) == (options.other is None):
-        parser.error("give one path: PATH or --checkpoint-path PATH")
+        parser.error("give exactly one path, as PATH or as --checkpoint-path PATH")
     options.path = options.path or options.other
     if options.diff and not options.compare:
-        parser.error("--diff needs --compare")
+        parser.error("--diff needs --compare; add --compare, or remove --diff")
     if options.compare:
         options.path = [place(part.strip()) for part in str(options.path).split(",")]
         if len(options.path) != 2:
@@ -50,8 +67,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
-    """Returns (checkpoint folder, its tensor files); if `path` is a file, (its folder, that file). Raises
-    CheckpointError."""
+    """Returns (folder of a checkpoint, its tensor files *.pt) for a checkpoint, a folder of them, or one
+    file.
+
+    iteration: chooses a checkpoint in a folder; None: the latest. Raises CheckpointError if there is none."""
     from megatron.checkpointing import find_checkpoint
 
     if path.is_file():
@@ -64,7 +83,8 @@ def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
 
 
 def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (name such as optimizer/step, value) of each leaf of nested mappings."""
+    """Yields (name, value) of each value in nested mappings that is no mapping; a name is like
+    optimizer/step."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_in(item, f"{name}/{key}" if name else str(key))
@@ -73,7 +93,9 @@ def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def select_leaves(file: str, content: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a file that the options select: tensors, or those that `--attributes` names."""
+    """Yields (name, value) of the tensors in a file, or of the values that --attributes names.
+
+    --match leaves out those whose FILE/NAME does not contain its text. file: the file's name."""
     import torch
 
     for name, value in leaves_in(content):
@@ -98,12 +120,13 @@ def line(name: str, tensor: Any) -> str:
 
 
 def describe_manifest(path: Path) -> Iterator[str]:
-    """Yields lines of text that describe the manifest of a checkpoint."""
+    """Yields lines of text that describe a checkpoint by its manifest.json: iteration, layout, model,
+    versions."""
     from megatron.checkpointing import read_manifest
 
     manifest = read_manifest(path)
     if manifest is None:
-        yield f"{path}: no manifest.json, as GPT-NeoX's"
+        yield f"{path}: has no manifest.json; it may be a checkpoint of GPT-NeoX"
         return
     now = manifest.layout
     yield f"{path}: iteration {manifest.iteration}, {manifest.consumed_samples} samples, written {manifest.created}"
@@ -113,12 +136,12 @@ def describe_manifest(path: Path) -> Iterator[str]:
     )
     yield f"  model: {', '.join(f'{key} {value}' for key, value in manifest.model.items() if value is not None)}"
     if manifest.base is not None:
-        yield f"  adapters alone, over the weights of {manifest.base['path'] or 'a fresh start'}"
+        yield f"  LoRA adapters only; their base weights: {manifest.base['path'] or 'random, from the seed'}"
     yield f"  {', '.join(f'{key} {value}' for key, value in manifest.versions.items())}; run {manifest.run_id}"
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints the manifest and the selected leaves of a checkpoint, or of one file. Raises CheckpointError."""
+    """Prints the manifest and the selected tensors of a checkpoint or one file. Raises CheckpointError."""
     from megatron.checkpointing import OpenCheckpoint
 
     path, files = files_of(options.path, options.iteration)
@@ -145,13 +168,13 @@ def show(options: argparse.Namespace) -> None:
             contents[file.name] = content
     check_found(path, options, matched)
     if not options.attributes:
-        print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
+        print(f"{weights:,} weights in {len(files)} files; copies on several tensor ranks are counted several times")
     if options.interactive:
         prompt(contents if path.is_dir() and len(files) > 1 else contents[files[0].name])
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Prints how the selected leaves of two checkpoints differ. Raises CheckpointError."""
+    """Prints how the selected tensors of two checkpoints differ. Raises CheckpointError."""
     from megatron.checkpointing import OpenCheckpoint
 
     sides = [files_of(path, options.iteration) for path in options.path]
@@ -184,13 +207,15 @@ def compare(options: argparse.Namespace) -> None:
         if options.interactive:
             contents[pair[0]] = contents_of_pair
     check_found(" and ".join(map(str, options.path)), options, matched)
-    print(f"{differing} differ in {len(pairs)} files that both have")
+    print(f"{differing} values differ in the {len(pairs)} files that both checkpoints have")
     if options.interactive:
         prompt(contents)
 
 
 def difference(leaves_a: Mapping[str, Any], leaves_b: Mapping[str, Any], name: str) -> str | None:
-    """Describes how two checkpoints differ in a leaf; None if they do not. NaN equals NaN."""
+    """Returns a text that says how two checkpoints differ in the value `name`; None if they are equal.
+
+    leaves_a, leaves_b: values by name. NaN equals NaN."""
     import torch
 
     if name not in leaves_a or name not in leaves_b:
@@ -212,21 +237,21 @@ def difference(leaves_a: Mapping[str, Any], leaves_b: Mapping[str, Any], name: s
 
 
 def check_found(place_name: Path | str, options: argparse.Namespace, matched: set[str]) -> None:
-    """Raises CheckpointError if no file has a name of `--attributes`. matched: names that were found."""
+    """Raises CheckpointError if a name of --attributes is in no file. matched: names that are in a file."""
     from megatron.checkpointing import CheckpointError
 
     missing = [name for name in options.attributes if name not in matched]
     if missing:
-        raise CheckpointError(f"{place_name}: holds nothing called {', '.join(missing)} (--attributes)")
+        raise CheckpointError(f"{place_name}: no value is called {', '.join(missing)}; correct --attributes")
 
 
 def prompt(checkpoint: Any) -> None:
-    """Opens a Python prompt in which the checkpoint's content can be inspected."""
+    """Opens a Python prompt with the content of a checkpoint as the variable `checkpoint`."""
     import code
 
     import torch
 
-    code.interact("`checkpoint` holds what was read, by file where there are several; Ctrl-D ends",
+    code.interact("`checkpoint` holds the content, by file name if there are several files; Ctrl-D ends",
                   local={"checkpoint": checkpoint, "torch": torch}, exitmsg="")  # fmt: skip
 
 

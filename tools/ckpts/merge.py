@@ -1,10 +1,11 @@
-"""Put the parts of a checkpoint together: one tensor rank, no pipeline; optimizer state included.
+"""Merges the shards of a checkpoint: writes it for one tensor rank and one pipeline stage, with optimizer
+state.
 
     python tools/ckpts/merge.py --input_dir checkpoints/run/global_step1000 --output_dir merged
     python tools/ckpts/merge.py --input_dir 20B/global_step150000 --output_dir merged --no-optimizer
 
-The same as tools/ckpts/reshard.py --tp 1 --pp 1; --pp 0 puts all weights into one file, as GPT-NeoX without a
-pipeline.
+It does the same as tools/ckpts/reshard.py --tp 1 --pp 1. With --pp 0 all weights are written into one file,
+the format of GPT-NeoX without a pipeline.
 """
 
 import sys

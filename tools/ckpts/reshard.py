@@ -1,9 +1,10 @@
-"""Cut a checkpoint for another layout, optimizer state included, one layer in memory at a time.
+"""Reshards a checkpoint for other parallel sizes, with its optimizer state, one layer in memory at a time.
 
-    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4 --pp 2
+    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4
+    --pp 2
 
-Runs also do this by themselves when they load a checkpoint of another layout. The checkpoint appears in the
-output folder only when it is complete. After an interruption, run the same command again.
+A run does not need it: it reshards a checkpoint of other parallel sizes when it loads it. The new checkpoint
+appears only when it is complete. After an interruption, run the same command again.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -22,21 +23,30 @@ from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress,
 def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.ArgumentParser:
     """Returns the command-line parser. tp, pp: defaults of --tp and --pp; None: the checkpoint's sizes."""
     command_line = CommandParser(description=description)
-    add_source_flags(command_line, "folder for the new one")
-    command_line.add_argument("--tp", type=int, default=tp, help=f"tensor-parallel size ({tp or 'as it is'})")
-    pp_help = f"pipeline stages ({pp or 'as it is'}); 0: GPT-NeoX's files without a pipeline"
+    add_source_flags(command_line, "folder in which the new checkpoint is written")
+    command_line.add_argument(
+        "--tp", type=int, default=tp, help=f"new tensor-parallel size (default: {tp or 'as in the checkpoint'})"
+    )
+    pp_help = (
+        f"new number of pipeline stages (default: {pp or 'as in the checkpoint'}); 0: GPT-NeoX's without a pipeline"
+    )
     command_line.add_argument("--pp", type=int, default=pp, help=pp_help)
     command_line.add_argument(
-        "--dp", type=int, help="data-parallel size, for the manifest: files are the same for every one"
+        "--dp", type=int, help="data-parallel size to write into the manifest; the files do not depend on it"
     )
-    command_line.add_argument("--zero-stage", type=int, choices=range(4), help="ZeRO stage, likewise")
-    add_names_flag(command_line, None, "those that its configuration has in GPT-NeoX")
-    command_line.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    command_line.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=range(4),
+        help="ZeRO stage to write into the manifest; the files do not depend on it",
+    )
+    add_names_flag(command_line, None, "the names that GPT-NeoX uses with the checkpoint's configuration")
+    command_line.add_argument("--no-optimizer", action="store_true", help="leave out the optimizer state")
     return command_line
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Writes a checkpoint again for other parallel sizes, as the options say.
+    """Writes a checkpoint again for other parallel sizes, as the command-line options say.
 
     Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError, ParallelLayout, describe_layout, read_manifest, reshard
@@ -44,7 +54,7 @@ def convert(options: argparse.Namespace) -> None:
 
     for name, minimum in (("tp", 1), ("pp", 0), ("dp", 1)):
         if getattr(options, name) is not None and getattr(options, name) < minimum:
-            raise CheckpointError(f"--{name} must be at least {minimum}")
+            raise CheckpointError(f"--{name}: the number must be at least {minimum}")
     source, args, facts = source_of(options)
     manifest = read_manifest(source)
     now = manifest.layout if manifest is not None else ParallelLayout(args.pp, 1, facts.tensor_size, 0, "fp32", 1)
@@ -60,7 +70,7 @@ def convert(options: argparse.Namespace) -> None:
     )  # fmt: skip
     print(f"{path}: tensor {tensor}, pipeline {pipe}, data {data}, ZeRO {stage}; {describe_layout(path, args)}")
     if manifest is None and options.no_optimizer:
-        print(f"{path}: weights alone, from which a run starts at iteration 0")
+        print(f"{path}: has weights only; a run that loads it starts at iteration 0")
 
 
 def run(command: str, argv: Sequence[str] | None, command_line: argparse.ArgumentParser) -> None:

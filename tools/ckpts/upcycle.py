@@ -1,13 +1,12 @@
-"""Turn a dense checkpoint into one with experts, each a copy of its feed-forward. One layer is in memory at a
-time.
+"""Turns a dense checkpoint into a mixture of experts, in which each expert is a copy of the dense MLP.
 
     python tools/ckpts/upcycle.py --input_dir checkpoints/dense --output_dir upcycled --experts moe.yml
     python tools/ckpts/upcycle.py --input_dir checkpoints/dense --output_dir upcycled \\
         --set moe_num_experts=8 moe_top_k=2 moe_router_type=topk norm_topk_prob=true moe_layer_freq=[0,1]
 
-A run with these keys, `load: upcycled` and `finetune: true` begins with the dense model's loss (fp32: to
-rounding), at iteration 0 and with a new optimizer. Settings that would begin with another loss are refused.
-Routers are initialised as in a fresh model. The checkpoint appears in the output folder only when it is
+A run with the same keys, `load: upcycled` and `finetune: true` starts with the dense model's loss (in fp32 up
+to rounding), at iteration 0, with a new optimizer. Keys with which the loss would differ are refused. Routers
+are initialised as in a new model. One layer is in memory at a time. The checkpoint appears only when it is
 complete. After an interruption, run the same command again.
 """  # noqa: W505 (lines to copy)
 
@@ -28,33 +27,43 @@ NAME = "upcycle.py"
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    add_source_flags(parser, "folder for global_step0")
+    add_source_flags(parser, "folder in which global_step0 is written")
     parser.add_argument(
         "--experts", metavar="FILE", nargs="+", action="extend", default=[],
-        help="YAML with the keys of experts (moe_*, norm_topk_prob); a run takes the same file",
+        help="YAML files with keys of experts (moe_*, norm_topk_prob); give the same files to the run",
     )  # fmt: skip
     parser.add_argument(
-        "--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="such keys, over those of the files"
+        "--set",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="keys of experts, with priority over the files",
     )
     parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel size of the files; any run can read them (1)"
+        "--tp",
+        type=int,
+        default=1,
+        help="tensor-parallel size of the files; runs of any size can read them (default: 1)",
     )
-    parser.add_argument("--seed", type=int, help="of the routers (that of the dense model's configuration)")
+    parser.add_argument(
+        "--seed", type=int, help="seed of the routers' weights (default: the seed in the dense model's configuration)"
+    )
     return parser.parse_args(argv)
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Turns a dense checkpoint into a mixture of experts, as the options say.
+    """Turns a dense checkpoint into a mixture of experts, as the command-line options say.
 
     Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.upcycling import read_expert_keys, upcycle, upcycled_args
 
     if options.tp < 1:
-        raise CheckpointError("--tp must be at least 1")
+        raise CheckpointError("--tp, the tensor-parallel size, must be at least 1")
     if (options.input_dir / "config.json").is_file():
         raise CheckpointError(
-            f"{options.input_dir}: is a HuggingFace model; convert it first, then upcycle DENSE: "
+            f"{options.input_dir}: is a HuggingFace model; first convert it to a folder DENSE, then upcycle DENSE: "
             f"tools/ckpts/convert_hf_to_neox.py --hf-model {options.input_dir} --output-dir DENSE"
         )
     keys = read_expert_keys(options.experts, options.set)
@@ -63,7 +72,7 @@ def convert(options: argparse.Namespace) -> None:
     path = upcycle(source, options.output_dir, dense, args, progress)
     chosen = [block + 2 for block in range(args.num_layers) if args.has_experts(block)]
     blocks = f"{len(chosen)} of {args.num_layers} blocks (layers {', '.join(map(str, chosen))})"
-    print(f"{path}: {blocks} have {args.moe_num_experts} experts, copies of their feed-forward in {source}")
+    print(f"{path}: {blocks} have {args.moe_num_experts} experts, each a copy of the block's MLP in {source}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

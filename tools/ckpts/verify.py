@@ -1,11 +1,12 @@
-"""Check checkpoints whole: every file's size and SHA-256, and every tensor's dtype and shape, against
-manifest.json.
+"""Checks every file of checkpoints against manifest.json: size, SHA-256, and dtype and shape of each tensor.
 
-    python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in it
+    python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in the folder
     python tools/ckpts/verify.py checkpoints/run/global_step1000
-    python tools/ckpts/verify.py s3://bucket/run                      # each is fetched, and deleted again
+    python tools/ckpts/verify.py s3://bucket/run                      # downloads each, and deletes the copy
+    again
 
-Prints every damaged file and exits with 1, or prints the intact checkpoints and exits with 0.
+Prints a line for each checkpoint: intact, or damaged with the names of the damaged files. The exit code is 1
+if any checkpoint is damaged, else 0.
 """
 
 import sys
@@ -23,14 +24,16 @@ from tools.ckpts.flags import place  # noqa: E402
 
 
 def check(path: Path) -> str:
-    """Checks all files of a checkpoint against its manifest, and returns a one-line summary.
+    """Checks all files of a checkpoint against its manifest.json, and returns a one-line summary.
 
-    Raises CheckpointError if it is damaged or incomplete."""
+    Raises CheckpointError if a file is damaged or missing."""
     from megatron.checkpointing import CheckpointError, read_manifest, verify
 
     manifest = read_manifest(path)
     if manifest is None:
-        raise CheckpointError(f"{path}: no manifest.json to check against: it is a checkpoint of GPT-NeoX, or damaged")
+        raise CheckpointError(
+            f"{path}: cannot be checked without manifest.json: it is a checkpoint of GPT-NeoX, or damaged"
+        )
     sizes = {name: record.size for name, record in manifest.files.items()}
     bad = []
     with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, file=sys.stderr, disable=None) as bar:
@@ -49,7 +52,7 @@ def check(path: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("path", nargs="+", type=place, help="a global_stepN, or a folder of them")
+    parser.add_argument("path", nargs="+", type=place, help="a checkpoint global_stepN, or a folder of them")
     options = parser.parse_args(argv)
     from megatron.checkpointing import CheckpointError, list_checkpoints
     from megatron.checkpointing.remote_staging import local_copy, remote_checkpoints
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             checkpoints = remote_checkpoints(path) if is_remote(str(path)) else list_checkpoints(path) or [path]
             if not is_remote(str(path)) and not path.is_dir():
-                raise CheckpointError(f"{path}: no such directory")
+                raise CheckpointError(f"{path}: no such folder; give a checkpoint global_stepN, or a folder of them")
         except CheckpointError as problem:
             sys.exit(f"verify.py: error: {problem}")
         for checkpoint in checkpoints:
