@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor, nn
 
+from megatron.model.build_specs import moe_spec
 from megatron.model.moe import MoE
-from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import run_command

@@ -283,7 +283,7 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
     from megatron.launch import process_info
     from megatron.model import layer_params
     from megatron.model.attention import choose_backends
-    from megatron.model.specs import attention_spec
+    from megatron.model.build_specs import attention_spec
     from megatron.mpu import init_model_parallel
 
     args = settings(options, options.zero[0])

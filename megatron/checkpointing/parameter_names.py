@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.specs import AttentionSpec, has_one_norm, rotary_spec
+from megatron.model.build_specs import has_one_norm, rotary_spec
+from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS

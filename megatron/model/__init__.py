@@ -1,6 +1,6 @@
 """The model: one decoder, built from a flat list of layer specs.
 
-specs.py describes the layers as data, with GPT-NeoX's layer indices. block.py is a transformer block,
+specs.py describes the layers as data, build_specs.py makes these from the configuration. block.py is a transformer block,
 attention/ and mamba/ are its mixers, mlp.py and moe/ its feed-forwards.
 stage.py is the part of the model that one pipeline rank holds. weight_map.py names every parameter, with its
 shape.

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.specs import DenseSpec, dense_spec
+from megatron.model.build_specs import dense_spec
+from megatron.model.specs import DenseSpec
 from megatron.mpu import (
     Linear,
     LinearSpec,

@@ -10,21 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.model.block import FEED_FORWARDS, MIXERS, Block, sublayer_spec
+from megatron.model.build_specs import block_norms, embedding_spec, norm_spec, residual_form
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead
 from megatron.model.norms import NORMS
-from megatron.model.specs import (
-    AttentionSpec,
-    BlockSpec,
-    FinalNormSpec,
-    HeadSpec,
-    LayerSpec,
-    ScoreSpec,
-    block_norms,
-    embedding_spec,
-    norm_spec,
-    residual_form,
-)
+from megatron.model.specs import AttentionSpec, BlockSpec, FinalNormSpec, HeadSpec, LayerSpec, ScoreSpec
 from megatron.mpu import ParamSpec, with_prefix
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.values.lora_settings import copied_modules

@@ -12,7 +12,7 @@ from torch.nn.attention import current_flash_attention_impl, restore_flash_atten
 
 from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, tree_inputs, window_mask
 from megatron.model.attention.masks import block_mask
-from megatron.model.specs import attention_spec
+from megatron.model.build_specs import attention_spec
 from megatron.mpu import DTYPES, token_logprobs
 from megatron.neox_arguments import ConfigError
 from tests.gpu.runs import WIDE, assert_gradients, loss_and_gradients, stage_on

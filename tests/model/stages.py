@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.data.batch import Batch, document_starts
 from megatron.model import InferenceContext, Stage, build_stage, forward_only, layer_params, materialize
 from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends
+from megatron.model.build_specs import attention_spec
 from megatron.model.init import stage_parameters
-from megatron.model.specs import attention_spec
 from megatron.mpu import HeadInput, ParallelGroups, build_groups, gather_from_tensor, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.compile_blocks import compile_blocks

@@ -17,8 +17,8 @@ from megatron.model.attention.backends import AttentionCall
 from megatron.model.attention.flex import Flex
 from megatron.model.attention.masks import block_mask, document_ids
 from megatron.model.attention.registered import _Registered
+from megatron.model.build_specs import attention_spec
 from megatron.model.positions import alibi_bias, alibi_slopes
-from megatron.model.specs import attention_spec
 from megatron.model.weight_map import named_params
 from tests.model.runs import LLAMA, MODELS
 from tests.model.stages import chosen, document_batch, small

@@ -16,7 +16,7 @@ from megatron.model import build_stage
 from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends, registered
 from megatron.model.attention.backends import AttentionBackend, AttentionOptions, Flash, Sdpa, Varlen
 from megatron.model.attention.flex import Flex
-from megatron.model.specs import attention_spec
+from megatron.model.build_specs import attention_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
 from tests.fake.layouts import PACKED_DPO as PAIRS

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.model.build_specs import moe_spec
 from megatron.model.moe import MoE
 from megatron.model.moe.balance import balancing_loss
 from megatron.model.moe.dispatch import limit
 from megatron.model.moe.router import Router
-from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups, grouped_mm
 from tests.model.stages import make_stage, random_batch, small
 from tests.training.runs import GOLDEN

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
+from megatron.model.build_specs import head_norm_spec, norm_spec
 from megatron.model.norm_functions import TORCH_NORMS, NormFunctions, apex_norms, transformer_engine_norms
 from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
-from megatron.model.specs import head_norm_spec, norm_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import assert_steps, sgd_steps
 from tests.model.stages import small

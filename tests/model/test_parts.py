@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from megatron.model.build_specs import activation_name, dense_spec
 from megatron.model.mlp import ACTIVATIONS, MLP, clamped_swiglu
 from megatron.model.positions import alibi_bias, alibi_slopes
-from megatron.model.specs import activation_name, dense_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import random_weights, small

@@ -13,9 +13,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model import build_stage, init_stage
 from megatron.model.attention import AttentionInputs, AttentionOptions
+from megatron.model.build_specs import attention_spec
 from megatron.model.init import stage_parameters
 from megatron.model.positions import RelativePositionBias, relative_bucket
-from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import RPE
 from tests.model.stages import chosen, make_stage, random_batch, random_weights, small

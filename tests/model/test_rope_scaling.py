@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron.data import Batch
 from megatron.data.batch import Documents
 from megatron.generation import Model, SamplingParams, complete, for_inference
+from megatron.model.build_specs import rotary_spec
 from megatron.model.positions import apply_rope, rope_frequencies, rope_tables
-from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer

@@ -19,7 +19,7 @@ from megatron.methods.preferences.pair_losses import PairSettings
 from megatron.model.attention import AttentionBackends, AttentionOptions, tree_inputs
 from megatron.model.attention.flex import Flex
 from megatron.model.attention.masks import BLOCK, block_mask, document_ids, prefix_ids, tree_attention_mask
-from megatron.model.specs import attention_spec
+from megatron.model.build_specs import attention_spec
 from tests.fake.layouts import PACKED_DPO
 from tests.model.runs import MODELS as TABLE
 from tests.model.stages import chosen, document_batch, gradients, inputs_of, make_stage, random_batch, small

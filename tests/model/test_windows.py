@@ -12,8 +12,8 @@ from megatron.model.attention import AttentionBackends, AttentionOptions, docume
 from megatron.model.attention.backends import EfficientVarlen, Varlen
 from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen
 from megatron.model.attention.seeded_attention import _backward as seeded_backward
+from megatron.model.build_specs import attention_spec
 from megatron.model.cache import CacheRows, LayerCache
-from megatron.model.specs import attention_spec
 from tests.model.stages import chosen, document_batch, documents, inputs_of, make_stage, random_batch, small
 from tests.model.test_attention import exact_attention, no_gpu_is_tried
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron.model import block_specs
+from megatron.model.build_specs import attention_scale, has_one_norm, norm_kind, norm_spec, rotary_spec
 from megatron.model.positions import longrope_factor
 from megatron.model.specs import (
     AttentionSpec,
@@ -17,11 +18,6 @@ from megatron.model.specs import (
     MambaSpec,
     MoESpec,
     RotarySpec,
-    attention_scale,
-    has_one_norm,
-    norm_kind,
-    norm_spec,
-    rotary_spec,
 )
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.model_args import FULL_BLOCKS

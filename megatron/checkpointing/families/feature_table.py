@@ -6,7 +6,8 @@ from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
-from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MoESpec, has_one_norm, norm_kind
+from megatron.model.build_specs import has_one_norm, norm_kind
+from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MoESpec
 from megatron.neox_arguments import ModelArgs
 
 _NORMS = {

@@ -11,7 +11,7 @@ from megatron.checkpointing.families.config_fields import (
     size_keys,
 )
 from megatron.checkpointing.families.family import FUSED_QKV, Config, Family, TensorMapping, weight_and_bias
-from megatron.model.specs import attention_scale
+from megatron.model.build_specs import attention_scale
 from megatron.neox_arguments import ModelArgs
 
 # GPT-2's names of sizes -> the names in other families.

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.checkpointing.families.config_fields import get, number
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, llama_config, llama_keys
-from megatron.model.specs import attention_scale
+from megatron.model.build_specs import attention_scale
 from megatron.neox_arguments import ModelArgs
 
 

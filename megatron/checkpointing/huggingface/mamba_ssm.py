@@ -29,7 +29,8 @@ from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.tensor_files import save_tensors
 from megatron.model import block_specs
-from megatron.model.specs import Mamba2Spec, MambaSpec, norm_kind, norm_spec
+from megatron.model.build_specs import norm_kind, norm_spec
+from megatron.model.specs import Mamba2Spec, MambaSpec
 from megatron.model.weight_map import named_params
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from megatron.model.attention.backend_choice import AttentionBackends
 from megatron.model.attention.backends import AttentionOptions
 from megatron.model.attention.inputs import AttentionInputs
+from megatron.model.build_specs import attention_spec
 from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
 from megatron.model.positions import RelativePositionBias, apply_rope
-from megatron.model.specs import AttentionSpec, attention_spec
+from megatron.model.specs import AttentionSpec
 from megatron.mpu import (
     Linear,
     LinearSpec,

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.model.build_specs import lora_spec, norm_spec
 from megatron.model.cache import StateCache, StateShapes
 from megatron.model.mamba.chunk_scan import chunk_scan
 from megatron.model.mamba.convolution import causal_convolution, last_inputs
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.mamba.packages import ScanKernels
 from megatron.model.mamba.selective_scan import selective_scan
-from megatron.model.specs import Mamba2Spec, MambaSpec, lora_spec, norm_spec
+from megatron.model.specs import Mamba2Spec, MambaSpec
 from megatron.mpu import (
     Linear,
     LinearSpec,

@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.build_specs import moe_spec
 from megatron.model.mlp import MLP
 from megatron.model.moe.dispatch import combine, limit, run_local, run_on_ranks
 from megatron.model.moe.experts import Experts
 from megatron.model.moe.router import Router, RoutingSums
-from megatron.model.specs import MoESpec, moe_spec
+from megatron.model.specs import MoESpec
 from megatron.mpu import (
     ParallelGroups,
     ParamSpec,
