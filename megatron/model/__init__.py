@@ -1,7 +1,7 @@
 """The model: one decoder, built from a flat list of layer specs.
 
-specs.py describes the layers as data, build_specs.py makes these from the configuration. block.py is a transformer block,
-attention/ and mamba/ are its mixers, mlp.py and moe/ its feed-forwards.
+specs.py describes the layers as data, and build_specs.py makes these from the configuration. block.py is a
+transformer block, attention/ and mamba/ are its mixers, mlp.py and moe/ its feed-forwards.
 stage.py is the part of the model that one pipeline rank holds. weight_map.py names every parameter, with its
 shape.
 `megatron.mpu.layers` shards linear layers over tensor-parallel ranks. Layers take their spec and

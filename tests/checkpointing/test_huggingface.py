@@ -307,7 +307,7 @@ def test_targets_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         import_hf(HFFolder(model_folder(tmp_path / "model")), "/proc/nothing/neox")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 60_000))
-    refused(r" 67\.\d\d MB, 60\.00 kB ", source, args, tmp_path / "hf")
+    refused(r" 67\.\d\d MB.* 60\.00 kB ", source, args, tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r" 60\.00 kB"):
         import_hf(HFFolder(tmp_path / "model"), tmp_path / "neox")
     assert not list(tmp_path.glob("*hf")) and not list((tmp_path / "neox").glob("*"))

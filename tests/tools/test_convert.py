@@ -48,7 +48,7 @@ def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     text = refused(convert_neox_to_hf.main, *words, "--architecture", "llama")
     assert text.startswith("convert_neox_to_hf.py: error: ") and "llama: " in text
-    assert "family opt" in refused(convert_neox_to_hf.main, *words, "--architecture", "opt")
+    assert ": opt: " in refused(convert_neox_to_hf.main, *words, "--architecture", "opt")
     assert "no such directory" in refused(convert_neox_to_hf.main, "--input_dir", tmp_path / "no", *words[2:])
 
 

@@ -1,8 +1,4 @@
-"""Writes the checkpoints of a run: which rank writes which state to which file, and when a checkpoint is
-visible.
-
-File formats are those of `megatron.checkpointing`.
-"""
+"""Writes the checkpoints of a run, in the file formats of `megatron.checkpointing`."""
 
 import json
 import math
@@ -132,9 +128,8 @@ class CheckpointWriter:
             if self._store is not None:  # each machine has a folder of its own
                 run_on_all_ranks(self.groups, lambda: temporary.mkdir(parents=True, exist_ok=True))
         manifest, configs, states = self._manifest(progress), self.args.config_files, self._states(progress, ephemeral)
-        keep = Retention(
-            self.args.keep_last_n_checkpoints, self.args.keep_checkpoints_every, self.args.keep_best_n_checkpoints
-        )
+        args = self.args
+        keep = Retention(args.keep_last_n_checkpoints, args.keep_checkpoints_every, args.keep_best_n_checkpoints)
 
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}

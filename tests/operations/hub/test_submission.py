@@ -170,7 +170,9 @@ def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: 
 def test_as_it_is_typed(experiment: Path) -> None:
     line = f'PYTHON={sys.executable} "{ROOT}/huggingface/batch_submit_checkpoints.sh" lr=1,x my-org --dry-run'
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[0] == "lr=1,x: 3 checkpoints to my-org/sfm-lr-1_x"
+    assert (
+        done.returncode == 0 and done.stdout.splitlines()[0] == "lr=1,x: publishing 3 checkpoints to my-org/sfm-lr-1_x"
+    )
     assert done.stdout.count("sbatch --job-name=convert_lr=1,x --dependency=singleton ") == 3
 
 

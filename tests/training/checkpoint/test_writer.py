@@ -259,9 +259,9 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis").write_text("years of work")
     for name in (".lock", ".run.stamp"):
         (tmp_path / name).symlink_to(tmp_path / "thesis")
-    with pytest.raises(CheckpointError, match=r"\.lock: is a link"):
+    with pytest.raises(CheckpointError, match=r"\.lock: .*link"):
         lock_folder(tmp_path)
-    with pytest.raises(CheckpointError, match=r"\.run\.stamp: is a link"), _locked(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match=r"\.run\.stamp: .*link"), _locked(tmp_path / "run"):
         pass
     assert (tmp_path / "thesis").read_text() == "years of work"
 
