@@ -186,7 +186,7 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
     odd_heads = small(num_attention_heads=3, num_kv_heads=1, hidden_size=24)
     for args, naming, facts in (
         (small(), "llama", "llama .*gated.* gelu"), (small(**TIED), "te", "gpt_j_tied: true"),
-        (experts, "legacy", "legacy .*experts.*neox"), (experts, "llama", "experts.* llama .*neox"),
+        (experts, "legacy", "legacy .*experts.*neox"), (experts, "llama", "llama .*experts.*neox"),
         (odd_heads, "legacy", "#1315 .* 1 .* 8 .* 3 "),
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=facts):

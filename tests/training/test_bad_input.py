@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]] | list[str], str]] = {
     "ZeRO 2 and pipe": (["pipe_parallel_size=2", "zero_optimization.stage=2"], r"zero_optimization\.stage"),
     "cudnn on CPU": (["attention_backend=cudnn"], r"attention_backend: cudnn .*GPU"),
     "small vocabulary": (["padded_vocab_size=64"], r"padded_vocab_size.*64.*vocabulary|64.*tokenizer"),
-    "no tensorboard": (["tensorboard_dir=/proc/x"], r"tensorboard_dir: /proc/x"),
+    "no tensorboard": (["tensorboard_dir=/proc/x"], r"tensorboard_dir: .*/proc/x"),
     "no tokenizer": (["vocab_file=/nowhere.json"], r"/nowhere\.json: "),
     "other tokenizer": (_checkpoint(lambda p: None, "tokenizer_type=CharLevelTokenizer"),
                         r"vocab_file: .*512.*tokenizer.*384"),
@@ -185,7 +185,7 @@ def test_full_disk(check: bool, tmp_path: Path) -> None:
     code, printed, files, latest = run_ranks(on_small_disk, 1, *disk_args, init=False)[0]
     assert code == 1 and latest == "global_step2", printed
     assert [name for name in files if name.startswith((".tmp", "global"))] == ["global_step2"], "nothing half written"
-    facts = r"[\d.]+ [kM]B, [\d.]+ (kB|bytes) " if check else "could not be written"
+    facts = r"[\d.]+ [kM]B, .*[\d.]+ (kB|bytes) " if check else "could not be written"
     assert re.search(facts, printed) and disk in printed and len(printed.strip().splitlines()) == 1, printed
 
 

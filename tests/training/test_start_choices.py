@@ -36,11 +36,11 @@ TRITON_NOTE = "auto: Triton and a C compiler"
 
 @pytest.mark.parametrize(("values", "engine", "device", "capability", "triton", "programs", "compile_", "reason"), [
     ({}, "native", GPU, (9, 0), True, {"gcc"}, "block", TRITON_NOTE),
-    ({}, "native", GPU, (9, 0), True, {"clang"}, "block", f"{TRITON_NOTE}.*block-max.*Hopper"),
+    ({}, "native", GPU, (9, 0), True, {"clang"}, "block", f"{TRITON_NOTE}.*Hopper.*block-max"),
     ({}, "native", GPU, (8, 0), True, {"gcc"}, "block", TRITON_NOTE),
     (NO_FP8, "native", GPU, (9, 0), True, {"gcc"}, "block-max", "auto: .*Hopper.*precision_fp8"),
     (NO_FP8, "native", GPU, (8, 0), True, {"gcc"}, "block", TRITON_NOTE),
-    (NO_FP8, "native", GPU, (10, 0), True, {"gcc"}, "block", rf"{TRITON_NOTE}.*9\.0 alone.*compile: block-max"),
+    (NO_FP8, "native", GPU, (10, 0), True, {"gcc"}, "block", rf"{TRITON_NOTE}.*9\.0.*compile: block-max"),
     ({**NO_FP8, "deterministic_mode": True}, "native", GPU, (9, 0), True, {"gcc"}, "block", TRITON_NOTE),
     (FP8, "native", GPU, (9, 0), True, {"gcc"}, "block", TRITON_NOTE),
     ({}, "native", GPU, (9, 0), True, {"g++"}, False, "auto: no C compiler.*gcc or clang"),
@@ -75,7 +75,7 @@ def test_the_choice_is_printed_once_and_stands_in_the_configuration() -> None:
 
 def test_what_cannot_be_compiled_is_refused() -> None:
     """Blocks with hooks within them; and a memory budget without compiled blocks."""
-    with pytest.raises(ConfigError, match="compile: DeepSpeed's ZeRO 3.* engine: native"):
+    with pytest.raises(ConfigError, match="compile: .*DeepSpeed's ZeRO 3.* engine: native"):
         resolve_compile(small(compile="block", **ZERO_3), CPU, "deepspeed", print)
     with pytest.raises(ConfigError, match="activation_memory_budget: 0.5 .*compile.*auto.*CPU"):
         resolve_compile(small(activation_memory_budget=0.5), CPU, "native", print)
@@ -139,7 +139,7 @@ NOT_SPLIT = "sequence_parallel: true.*model_parallel_size"
     (SPLIT, GPU, {"reach": False}, "NVLink.*cuda:0.*cuda:1"),
     (SPLIT, GPU, {}, None),
     (SPLIT, GPU, {"visible": 1, "reach": False}, None),
-    (SPLIT, GPU, {"ran": {}}, "no GPU; set async_tensor_parallel: true"),
+    (SPLIT, GPU, {"ran": {}}, "set async_tensor_parallel: true"),
 ])  # fmt: skip
 def test_async_tensor_parallel(
     values: dict[str, Any], device: torch.device, gpus: dict[str, Any], missing: str | None,
@@ -210,8 +210,8 @@ def test_auto_takes_no_package_that_has_run_on_no_gpu(monkeypatch: pytest.Monkey
         chosen, words = choose_te_backend(args, "te", GPU)
         use_apex_norms(stage, args, "native", lines.append)
     monkeypatch.setattr(apex, "apex_problem", lambda device: None)
-    assert not chosen and "no GPU; set te_backend: transformer_engine " in words
-    assert not uses_apex(args, GPU) and "no GPU; set apex: true " in lines[0]
+    assert not chosen and "set te_backend: transformer_engine " in words
+    assert not uses_apex(args, GPU) and "set apex: true " in lines[0]
 
 
 @pytest.mark.parametrize("recipe, product", [("te", "EngineDelayedProduct"), ("mxfp8", "EngineProduct")])

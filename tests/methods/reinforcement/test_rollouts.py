@@ -248,7 +248,7 @@ def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: st
         assert (line["rewards"]["broken"] is None) == sum_is_three
         reasons = {**line.get("failures", {})}
         assert ("no three" in reasons.pop("broken", "")) == sum_is_three
-        assert reasons == ({"reward_model": "scored NaN, in fp32"} if failed else {})
+        assert list(reasons) == (["reward_model"] if failed else []) and all("NaN" in text for text in reasons.values())
     failures = [sum(len(line.get("failures", {})) for line in lines[start : start + 16]) for start in (0, 16)]
     assert [row["train/rewards/failures"] for row in metrics] == failures and 8 < sum(failures) < 40
     for row in metrics:
