@@ -150,7 +150,7 @@ def test_an_override_is_shown_for_ever(copied):
     refuse(copied)
     change_yaml(copied / "sft.yml", data_seed=8)  # nor are these the weights of this configuration
     other_override = pipeline("override", copied, "sft", "--reason", "x")
-    assert other_override.returncode == 1 and "data or weights changed" in other_override.stderr
+    assert other_override.returncode == 1 and "data or weights of this stage changed" in other_override.stderr
     change_yaml(copied / "sft.yml", data_seed=7)
     assert not (copied / "overrides.jsonl").exists()
     passed("override", copied, "sft", "--reason", "noise at this size")

@@ -189,7 +189,7 @@ def test_room_for_a_copy() -> None:
     assert lacks_memory([rank_memory, RankMemory("b", 800, 0, 1000, None)]) is None
     held = RankMemory("a", 800, 900, 10, None)
     assert lacks_memory([held, held]) is None, "what is held takes no more"
-    assert "takes 800 bytes" in (lacks_memory([held, RankMemory("a", 800, 0, 10, None)]) or "")
+    assert " 800 bytes" in (lacks_memory([held, RankMemory("a", 800, 0, 10, None)]) or "")
 
 
 def test_no_value_is_read_on_the_way() -> None:
@@ -388,4 +388,4 @@ def test_saves_that_are_waited_for(tmp_path: Path) -> None:
     assert run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, async_save=False))[0].events == order
     record, warned = run_ranks(run_without_memory, 1, values(tmp_path / "full", checkpoint_factor=2))[0]
     assert record.events == order and verify(tmp_path / "full" / "global_step4") is not None
-    assert "async_save" in warned and "1.00 kB of memory free" in warned
+    assert "async_save" in warned and " 1.00 kB " in warned
