@@ -12,7 +12,7 @@ from megatron.neox_arguments.keys.model import DROPOUT_KEYS
 
 @dataclass(frozen=True)
 class Origins:
-    """The values that the user wrote, and where; the base of each class of keys that messages quote."""
+    """The values that the user wrote and the places where they stand; a base class of configurations."""
 
     user_values: Mapping[str, Any] = field(default_factory=FrozenDict)
     """The keys that the user wrote and their values, unresolved; everything else is made from them."""

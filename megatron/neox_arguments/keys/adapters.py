@@ -10,7 +10,7 @@ from megatron.neox_arguments.keys.sections import Lora, Trainable
 
 @dataclass(frozen=True)
 class AdapterKeys:
-    """Fine-tuning's part of the model: the parameters to train, LoRA adapters, noise, no dropout."""
+    """Fine-tuning: which parameters train, LoRA adapters, noise on embeddings, dropout turned off."""
 
     trainable: Mapping[str, Any] | None = new_key(
         None, "Parameters to train; all others stay fixed; unset: all", section=Trainable
