@@ -111,8 +111,8 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
         type=_bad_rows,
         default=BAD_ROWS,
         metavar="stop|drop|N",
-        help="what to do with unusable rows: stop the job, drop all of them, or drop up to N and then stop; dropped rows "
-        f"are counted and written to PREFIX_errors.jsonl (default: {BAD_ROWS})",
+        help="what to do with unusable rows: stop the job, drop all of them, or drop up to N and then stop; dropped "
+        f"rows are counted and written to PREFIX_errors.jsonl (default: {BAD_ROWS})",
     )
 
 

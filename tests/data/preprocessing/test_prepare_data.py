@@ -67,8 +67,8 @@ def test_a_corpus_that_cannot_be_reached_is_one_error_with_its_address(tmp_path:
     message = refusal("-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8")
     assert message.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip: cannot be downloaded (")
     assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in message and "--mirror" in message and "\n" not in message
-    assert "known are" in refusal("-d", str(tmp_path), "enwik7")
-    assert "-t Foo: no such kind of tokenizer; there are" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
+    assert "choose from" in refusal("-d", str(tmp_path), "enwik7")
+    assert "-t Foo: no such kind of tokenizer; choose from" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
@@ -146,5 +146,5 @@ def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.Capt
     for _ in range(2):
         prepare_data.main(["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"])
     first_line, second_line = capsys.readouterr().out.splitlines()[-2:]
-    assert "1 documents" in first_line and "there already" in second_line
+    assert "1 documents" in first_line and "exist already" in second_line
     assert is_written(tmp_path)
