@@ -58,7 +58,7 @@ def main() -> int:
         command = parse_deepy(read_hf_model=hf_model_keys, preset_root=install_root())
         if command.presets:
             print(
-                f"deepy.py: no such files here, so the presets of these names are used: {', '.join(command.presets)}",
+                f"deepy.py: no such files here; using presets: {', '.join(command.presets)}",
                 file=sys.stderr,
             )
         if command.print_config:

@@ -46,7 +46,7 @@ def save(tmp_path: Path) -> Path:
 def test_a_run(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run_path in (save, save / "logs", save / "logs" / "memory_parts.json"):
         assert main([str(run_path)]) == 0
-        assert capsys.readouterr() == (TABLE, f"picture: {save / 'logs' / 'memory_parts.png'}\n")
+        assert capsys.readouterr() == (TABLE, f"wrote the picture: {save / 'logs' / 'memory_parts.png'}\n")
     picture = save / "logs" / "memory_parts.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
