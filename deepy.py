@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start a script on the ranks of this machine, or of several: python deepy.py train.py a.yml b.yml."""
+"""Starts a script on all ranks, of this machine or of several: `python deepy.py train.py a.yml b.yml`."""
 
 import logging
 import os
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """Returns the configuration keys of the model that `--hf-model` names."""
+    """Returns the configuration keys of the HuggingFace model that `--hf-model` names."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 
 
 def build_tokenizer(args: "NeoXArgs") -> object:
-    """Builds the tokenizer of a configuration; `doctor` checks that it can."""
+    """Builds the tokenizer of a configuration, for `deepy.py doctor`, which checks that this works."""
     from megatron.tokenizer import build_tokenizer
 
     return build_tokenizer(args)
 
 
 def report_of_failed(args: "NeoXArgs") -> None:
-    """Writes the page of `report: true` for a run whose rank 0 may have ended before writing it."""
+    """Writes the report of `report: true` for a failed run, whose rank 0 may have ended before it could."""
     from megatron.launch.run import log_dir_of
     from megatron.operations.report import report_at_end
     from megatron.process.metrics_file import METRICS_FILE
@@ -57,11 +57,14 @@ def main() -> int:
             return pipeline(sys.argv[2:])
         command = parse_deepy(read_hf_model=hf_model_keys, preset_root=install_root())
         if command.presets:
-            print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
+            print(
+                f"deepy.py: no such files here; using presets: {', '.join(command.presets)}",
+                file=sys.stderr,
+            )
         if command.print_config:
             print(print_config(command.args))
             return 0
-        command.args.check_for(command.user_script)  # before ranks are started, once
+        command.args.check_for(command.user_script)  # once, before ranks are started
         if command.dry_run:
             for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
                 print(line)

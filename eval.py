@@ -1,6 +1,8 @@
 #!/usr/bin/env python
-"""Evaluate a model: `python deepy.py eval.py -d configs a.yml --eval_tasks lambada hellaswag`, or this script
-directly under torchrun, srun or alone; `--hf-model DIR` takes a HuggingFace model as it is."""
+"""Evaluates a model on lm-eval tasks: `python deepy.py eval.py -d configs a.yml --eval_tasks lambada
+hellaswag`.
+
+The script also runs under torchrun, srun or alone. With `--hf-model DIR` it evaluates a HuggingFace model."""
 
 import json
 import os
@@ -18,7 +20,7 @@ from megatron.process import (
     show_stacks_on_signal,
 )
 
-_ADVICE = "with eval_cache the same command goes on"
+_ADVICE = "with eval_cache, run the same command again to continue"
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -28,8 +30,10 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it
-    made."""
+    """Evaluates on this rank, and returns the exit code: 0, 1 after an error, 128 + signal if stopped.
+
+    input_args: words of a command line, or a configuration; None: the command line of this process.
+    overwrite_values: keys that override the configuration."""
     from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -52,24 +56,25 @@ def main(
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """Returns the configuration keys of the model that `--hf-model` names."""
+    """Returns the configuration keys of the HuggingFace model that `--hf-model` names."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)
 
 
 def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
-    """Hand the scores to the trackers of the configuration, as a run of their own at the checkpoint's
-    iteration."""
+    """Logs evaluation scores to TensorBoard, W&B or Comet, as configured, in a new run of the tracker.
+
+    metrics: scores by name; they are logged at the checkpoint's iteration."""
     if not (args.tensorboard_dir or args.use_wandb or args.use_comet):
         return
     import torch
 
-    # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
+    # With this variable set, DeepSpeed does not search for accelerators and warn that it found none.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from megatron.training.metrics.loggers import build_trackers
 
-    # Iteration 0: nothing that the training wrote is hidden.
+    # Starting at iteration 0 hides nothing that the training has logged.
     for target in build_trackers(args, 0, secrets.token_hex(16), json.loads(args.to_json())["given"]):
         target.write({"iteration": args.iteration or 0, **metrics})
         target.close()

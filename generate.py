@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Write text: `python deepy.py generate.py -d configs a.yml text_generation.yml`, or this script directly."""
+"""Generates text with a model: `python deepy.py generate.py -d configs a.yml text_generation.yml`.
+
+The script also runs directly, without deepy.py."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,10 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run on this rank; the exit code. A program may pass words of a command line, or a configuration it
-    made."""
+    """Generates text on this rank, and returns the exit code: 0, or 1 after an error.
+
+    input_args: words of a command line, or a configuration; None: the command line of this process.
+    overwrite_values: keys that override the configuration."""
     from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -36,7 +40,7 @@ def main(
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """Returns the configuration keys of the model that `--hf-model` names."""
+    """Returns the configuration keys of the HuggingFace model that `--hf-model` names."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)

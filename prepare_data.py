@@ -1,5 +1,6 @@
-"""Prepare a dataset: without a name the test data, made offline; with a name of NeoX's list, from its raw
-file.
+"""Prepares a dataset for training: a corpus by its name in GPT-NeoX, or without a name the quickstart data.
+
+A corpus is downloaded and tokenised. The quickstart data is made offline.
 
 python prepare_data.py
 python prepare_data.py -d ./data -t GPT2BPETokenizer enwik8
@@ -26,23 +27,32 @@ from tools.site import site_defaults
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("dataset", nargs="?", help=f"one of {', '.join(SOURCES)}; without it: the test data")
-    parser.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", help="kind of tokenizer (GPT2BPETokenizer)")
+    parser.add_argument("dataset", nargs="?", help=f"one of {', '.join(SOURCES)} (default: the quickstart data)")
+    parser.add_argument(
+        "-t", "--tokenizer", default="GPT2BPETokenizer", help="kind of the tokenizer (default: GPT2BPETokenizer)"
+    )
     folder = os.environ.get("DATA_DIR") or site_defaults(parser).get("NEOX_DATA_DIR", "./data")
-    parser.add_argument("-d", "--data-dir", type=Path, default=Path(folder), help="$DATA_DIR, the site's, or ./data")
-    parser.add_argument("-v", "--vocab-file", "--vocab", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
-    parser.add_argument("-m", "--merge-file", help="its merges (<data-dir>/gpt2-merges.txt)")
     parser.add_argument(
-        "-f", "--force-redownload", action="store_true", help="fetch and tokenise what is there already"
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=Path(folder),
+        help="folder of the data (default: $DATA_DIR, else the site's NEOX_DATA_DIR, else ./data)",
     )
     parser.add_argument(
-        "--mirror", help="address of a folder that holds the files, instead of where they were published"
+        "-v", "--vocab-file", "--vocab", help="vocabulary of the tokenizer (default: <data-dir>/gpt2-vocab.json)"
     )
+    parser.add_argument("-m", "--merge-file", help="merges of the tokenizer (default: <data-dir>/gpt2-merges.txt)")
+    parser.add_argument(
+        "-f", "--force-redownload", action="store_true", help="download and tokenise again, even if the files exist"
+    )
+    parser.add_argument("--mirror", help="URL of a folder that has the files, instead of the published URLs")
     return parser.parse_args(argv)
 
 
 def raw_files(folder: Path, name: str, options: argparse.Namespace) -> list[Path]:
-    """Returns the raw files of a corpus: those already in `folder`, else the published ones, downloaded."""
+    """Returns the raw files of the corpus `name`: your own files in `folder`, else the published ones,
+    downloaded."""
     addresses = {folder / address.rsplit("/", 1)[1]: address for address in parts(SOURCES[name])}
     suffixes = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
     present = sorted(path for path in folder.glob("*") if path.name.endswith(suffixes) or path.name == name)
@@ -62,15 +72,17 @@ def gpt2_file(option: str | None, name: str, address: str, options: argparse.Nam
 
 
 def prepare(options: argparse.Namespace) -> str:
-    """Tokenise a named dataset; returns what was done. Raises DataError for anything that cannot be had."""
+    """Downloads and tokenises the corpus that the options name. Returns a line of text about the result.
+
+    Raises DataError for an unknown name, or if a file cannot be downloaded or read."""
     name, folder = options.dataset.lower(), options.data_dir / options.dataset.lower()
     if name not in SOURCES:
-        raise DataError(f"{name}: no dataset of that name; known are {', '.join(SOURCES)}")
-    if options.tokenizer not in KINDS:  # before anything is fetched
-        raise DataError(f"-t {options.tokenizer}: no such kind of tokenizer; there are {', '.join(KINDS)}")
+        raise DataError(f"{name}: no dataset of that name; choose from {', '.join(SOURCES)}")
+    if options.tokenizer not in KINDS:  # before anything is downloaded
+        raise DataError(f"-t {options.tokenizer}: no such kind of tokenizer; choose from {', '.join(KINDS)}")
     prefix = folder / f"{name}_text_document"
     if Path(f"{prefix}.idx").exists() and not options.force_redownload:
-        return f"{prefix}.bin, .idx: there already (-f makes them again)"
+        return f"{prefix}.bin, .idx: exist already; add -f to make them again"
     files = raw_files(folder, name, options)
     vocab, merges = options.vocab_file, options.merge_file
     if options.tokenizer == "GPT2BPETokenizer":

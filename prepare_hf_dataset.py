@@ -1,11 +1,12 @@
-"""Make training data of a HuggingFace dataset: one text a row as JSONL, counted, and tokenised into
-`.bin/.idx`.
+"""Turns a HuggingFace dataset into training data: one text per row as JSONL, tokenised into `.bin/.idx`.
 
-    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file tokenizer.json
+    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file
+    tokenizer.json
 
-writes <output-base>/<name>_<subset>_<split>/{dataset.jsonl, <folder>_text_document.bin, .idx,
-pipeline_results.json}. Conversations become plain text through a chat template: all of it is trained, as no
-labels are made. For labels use tools/datasets/preprocess_data_with_chat_template.py.
+It writes dataset.jsonl, <folder>_text_document.bin and .idx, and pipeline_results.json (with the number of
+tokens) into <output-base>/<name>_<subset>_<split>. Conversations become plain text through a chat template.
+All of their tokens are trained, because no labels are written; to train only the model's messages, use
+tools/datasets/preprocess_data_with_chat_template.py.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -40,50 +41,69 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     site = site_defaults(parser)
     tokenizer = site.get("NEOX_TOKENIZER_DIR")
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", required=True, help="name on the hub, or a file or folder here")
+    data.add_argument("--dataset", required=True, help="name on the Hub, or a local file or folder")
     data.add_argument("--subset", help="configuration of the dataset")
-    data.add_argument("--split", help="in HuggingFace's words: train, train[:10%%], train+test, all (train)")
-    data.add_argument("--data-dir", help="folder within the hub repository")
-    data.add_argument("--data-files", help="files here to read instead, separated by commas")
+    data.add_argument(
+        "--split", help="split, as HuggingFace writes it: train, train[:10%%], train+test, all (default: train)"
+    )
+    data.add_argument("--data-dir", help="folder within the repository on the Hub")
+    data.add_argument("--data-files", help="local files to read instead of --dataset, separated by commas")
     text = parser.add_argument_group("text of a row")
-    text.add_argument("--text-column", help="text, else messages")
-    text.add_argument("--join-columns", help="columns, separated by commas, joined by empty lines")
-    text.add_argument("--midtrain-chat-messages", action="store_true", help="contents of messages only, without roles")
-    text.add_argument("--skip-chat-template", action="store_true", help="messages as Python writes them")
+    text.add_argument("--text-column", help="column with the text (default: text, else messages)")
+    text.add_argument(
+        "--join-columns", help="columns, separated by commas, whose values are joined with an empty line between them"
+    )
+    text.add_argument(
+        "--midtrain-chat-messages", action="store_true", help="use only the contents of messages, without roles"
+    )
+    text.add_argument(
+        "--skip-chat-template", action="store_true", help="write messages as Python's str() does, without a template"
+    )
     tokens = parser.add_argument_group("tokenizers")
     tokens.add_argument(
         "--vocab-file", "--vocab", default=tokenizer and f"{tokenizer}/tokenizer.json",
-        help="tokenizer.json for the .bin/.idx (the site's)",
+        help="tokenizer.json for .bin/.idx (default: the one in the site's NEOX_TOKENIZER_DIR)",
     )  # fmt: skip
     tokens.add_argument(
         "--hf-tokenizer", default=tokenizer,
-        help="folder or hub name, for the chat template and the token count (the site's)",
+        help="tokenizer for the chat template and the token count: a folder or Hub name (default: the site's "
+        "NEOX_TOKENIZER_DIR)",
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", type=Path, help="<output-base>/<name>_<subset>_<split>")
     output.add_argument(
-        "--output-base", type=Path, default=Path(site.get("NEOX_DATA_DIR", "./data")), help="the site's, or ./data"
+        "--output-base",
+        type=Path,
+        default=Path(site.get("NEOX_DATA_DIR", "./data")),
+        help="folder above the output folder (default: the site's NEOX_DATA_DIR, else ./data)",
     )
-    output.add_argument("--skip-count", action="store_true", help="do not count tokens before")
-    output.add_argument("--skip-tokenize", action="store_true", help="no .bin/.idx")
-    output.add_argument("--count-only", action="store_true", help="count tokens, write nothing")
+    output.add_argument("--skip-count", action="store_true", help="do not count tokens with --hf-tokenizer")
+    output.add_argument("--skip-tokenize", action="store_true", help="do not write .bin/.idx")
+    output.add_argument("--count-only", action="store_true", help="only count tokens, and write nothing")
     work = parser.add_argument_group("work")
-    work.add_argument("--num-proc", type=int, default=16, help="processes (16)")
-    work.add_argument("--batch-size", type=int, default=10000, help="rows that are counted at once (10000)")
-    work.add_argument("--tokenize-workers", type=int, help="processes of the last step (--num-proc)")
-    work.add_argument("--download-workers", type=int, help="parallel downloads (--num-proc)")
+    work.add_argument("--num-proc", type=int, default=16, help="number of processes (default: 16)")
+    work.add_argument(
+        "--batch-size", type=int, default=10000, help="rows that are tokenised at once to count tokens (default: 10000)"
+    )
+    work.add_argument("--tokenize-workers", type=int, help="processes that write .bin/.idx (default: --num-proc)")
+    work.add_argument("--download-workers", type=int, help="parallel downloads (default: --num-proc)")
     return parser.parse_args(argv)
 
 
 @dataclass(frozen=True)
 class Texts:
-    """How a row becomes one text; made into work by `Texts.lines` in every process."""
+    """Settings for turning a row of a dataset into one text. Each process converts shards with `lines`.
+
+    columns: columns to read. joined: join them. chat: the column holds conversations.
+    contents_only: use only contents of messages, without roles. verbatim: write messages as str() does.
+    hf_tokenizer: folder or Hub name. count: count tokens. batch: rows that are counted at once.
+    """
 
     columns: tuple[str, ...]
     joined: bool
     chat: bool
-    contents_only: bool  # contents without roles
-    verbatim: bool  # as Python writes them
+    contents_only: bool
+    verbatim: bool
     hf_tokenizer: str | None
     count: bool
     batch: int
@@ -92,7 +112,8 @@ class Texts:
     def tokenizer(self) -> ChatTokenizer:
         if not self.hf_tokenizer:
             raise DataError(
-                "a chat template and a token count need --hf-tokenizer (or --skip-chat-template, --skip-count)"
+                "the chat template and the token count need a tokenizer: give --hf-tokenizer, or --skip-chat-template "
+                "and --skip-count"
             )
         return _load(self.hf_tokenizer)
 
@@ -125,7 +146,8 @@ class Texts:
             raise DataError(f"{row.location()}: {problem}") from None
 
     def lines(self, shard: Shard) -> tuple[bytes, int, int]:
-        """The rows of a shard as JSONL, how many, and how many tokens (0 where these are not counted)."""
+        """Returns (rows of a shard as JSONL, number of rows, number of tokens); 0 tokens if they are not
+        counted."""
         texts = [self.text(row) for row in shard.rows()]
         tokens = 0
         for start in range(0, len(texts) if self.count else 0, self.batch):
@@ -142,11 +164,13 @@ def first_columns(files: Sequence[InputFile]) -> list[str]:
     for row in (row for file in files for shard in file.shards(None) for row in shard.rows()):
         value = row.value()
         return list(value) if isinstance(value, dict) else ["text"]
-    raise DataError("no rows in the dataset")
+    raise DataError("the dataset has no rows; check --dataset, --subset and --split")
 
 
 def choose_columns(options: argparse.Namespace, available: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """(columns to read, whether they hold conversations)."""
+    """Returns (columns to read, whether they hold conversations), from the options and the available columns.
+
+    Raises DataError if a column is not available."""
     if options.join_columns:
         columns = tuple(name.strip() for name in options.join_columns.split(","))
     elif options.text_column:
@@ -159,14 +183,16 @@ def choose_columns(options: argparse.Namespace, available: Sequence[str]) -> tup
     if missing or not columns:
         raise DataError(
             f"no column {', '.join(missing) or 'text or messages'} (found: {', '.join(available)}); "
-            "name the right one with --text-column"
+            "give the column of the text with --text-column"
         )
     return columns, columns == ("messages",)
 
 
 def export(texts: Texts, files: Sequence[InputFile], workers: int, target: Path | None) -> tuple[int, int]:
-    """Write the JSONL (unless target is None) in the order of the rows; returns (rows, tokens)."""
-    columns = None if texts.chat else texts.columns  # conversations have settings in other columns
+    """Converts all rows to texts with `workers` processes, and writes them as JSONL to `target`, in order.
+
+    target: None only counts. Returns (number of rows, number of tokens). Raises DataError."""
+    columns = None if texts.chat else texts.columns  # for conversations, other columns hold settings of the template
     tasks = ((shard,) for file in files for shard in file.shards(columns))
     rows = tokens = 0
     unfinished = temporary(target) if target else Path(os.devnull)
@@ -187,19 +213,22 @@ def export(texts: Texts, files: Sequence[InputFile], workers: int, target: Path 
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
-    """All steps; returns what `pipeline_results.json` holds. Raises DataError."""
+    """Does all steps: reads the dataset, writes JSONL, counts tokens, writes .bin/.idx and
+    pipeline_results.json.
+
+    Returns the content of pipeline_results.json. Raises DataError."""
     start = time.monotonic()
     split = options.split or "train"
     name_parts = [Path(options.dataset).name, options.subset, re.sub(r"[^\w.+-]+", "_", split).strip("_")]
     folder = options.output_dir or options.output_base / "_".join(part for part in name_parts if part)
     if not (options.count_only or options.skip_tokenize or options.vocab_file):
-        raise DataError("--vocab-file: the tokenizer.json to tokenise with is wanted (or --skip-tokenize)")
+        raise DataError("--vocab-file is missing: give the tokenizer.json to tokenise with, or --skip-tokenize")
     hub = {"data_dir": options.data_dir} if options.data_dir else {}
     hub["num_proc"] = options.download_workers or options.num_proc
     if options.data_files:
         files = resolve(split_names(options.data_files), options.split)
     else:
-        # A file that is named by itself is wanted, whatever its name says
+        # A single file is read without a split, even if its name contains another split.
         requested_split = options.split if Path(options.dataset).is_file() else split
         files = resolve([options.dataset], requested_split, options.subset, **hub)
     columns, chat = choose_columns(options, first_columns(files))
@@ -214,7 +243,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
         options.batch_size,
     )
     if texts.count or chat and not (texts.contents_only or texts.verbatim):
-        _ = texts.tokenizer  # before any work, and so that every process has it
+        _ = texts.tokenizer  # loaded before the work starts, to find errors early and share it with all processes
     jsonl = None if options.count_only else folder / "dataset.jsonl"
     if jsonl:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train a model: `python deepy.py train.py a.yml b.yml`, or this script directly under torchrun, srun or
+"""Trains a model: `python deepy.py train.py a.yml b.yml`. The script also runs under torchrun, srun or
 alone."""
 
 import os
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def write_initial_weights(args: "NeoXArgs") -> int:
-    """Writes the initial weights of all ranks from one process, on CPU, for `--init-only`."""
+    """Writes the random initial weights of all ranks as a checkpoint, from rank 0 on CPU, for `--init-only`.
+
+    Returns the exit code 0."""
     from megatron.checkpointing.initial_weights import write_initial_weights
     from megatron.launch import process_info
     from megatron.tokenizer import build_tokenizer, with_vocabulary
@@ -37,9 +39,10 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Trains on this rank and returns the exit code.
+    """Trains on this rank, and returns the exit code: 0, or 1 after an error of the user.
 
-    A program may pass words of a command line, or a configuration.
+    input_args: words of a command line, or a configuration; None: the command line of this process.
+    overwrite_values: keys that override the configuration.
     """
     from megatron.launch import enter, set_arch_list
 
@@ -57,14 +60,14 @@ def main(
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
-            demo_questions(args)  # a reference may be scored for hours before they are asked
+            demo_questions(args)  # checked early: scoring a reference model may take hours before they are answered
         process = enter(args)
         message = set_arch_list(os.environ)
         if message and process.rank == 0:
             print(message, file=sys.stderr)
         import torch
 
-        # Told which it is, DeepSpeed does not search for accelerators and warn of finding none.
+        # With this variable set, DeepSpeed does not search for accelerators and warn that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
         from megatron.callbacks import Callback
         from megatron.training import start, train
@@ -98,5 +101,5 @@ def main(
 
 
 if __name__ == "__main__":
-    begin_process("train.py", promise="as soon as what is under way can be left the run ends")
+    begin_process("train.py", promise="the run ends as soon as its current work can be interrupted")
     run_command(lambda: end_process(main()))

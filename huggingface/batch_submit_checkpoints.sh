@@ -1,5 +1,5 @@
 #!/bin/bash
-# One Slurm job for each checkpoint of an experiment, which publishes it on the HuggingFace Hub; see --help.
+# Submits one Slurm job per checkpoint of an experiment; each publishes its checkpoint on the Hub. See --help.
 #
 #   ./huggingface/batch_submit_checkpoints.sh EXPERIMENT [org] [--upload-delay N|random] [--dry-run] ...
 set -eu

@@ -1,10 +1,9 @@
-"""Write a HuggingFace model as a checkpoint, under Transformer-Engine's names unless --no-transformer-engine
-is given.
+"""Converts a HuggingFace model to a checkpoint, with Transformer-Engine's names of weights by default.
 
     python huggingface/convert_hf_gptneox_to_neox.py --hf-model EleutherAI/pythia-70m --iteration 0
 
-The same as tools/ckpts/convert_hf_to_neox.py --transformer-engine --save-tokenizer, with the name and flags
-of the geodesic fork.
+It does the same as tools/ckpts/convert_hf_to_neox.py --transformer-engine --save-tokenizer, under the name of
+this command in the geodesic fork. --no-transformer-engine writes GPT-NeoX's names.
 """
 
 import sys

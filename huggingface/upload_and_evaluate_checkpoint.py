@@ -1,15 +1,16 @@
-"""Publishes checkpoints of an experiment on the HuggingFace Hub, converted and as they are, the newest first.
+"""Publishes checkpoints of an experiment on the HuggingFace Hub, the newest first; with --eval evaluates
+them.
 
-With --eval it then evaluates them.
+Each is published in HuggingFace's and in GPT-NeoX's format, unless flags choose one of them.
 
     python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --hf_org my-org
-    python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --repository my-org/my-model \\
-        --neox_checkpoint global_step1000 --skip-neox-upload
+    python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --repository my-org/my-model
+        \\ --neox_checkpoint global_step1000 --skip-neox-upload
     HF_ENDPOINT=https://hub.example.org python huggingface/upload_and_evaluate_checkpoint.py ...
 
-The token is HF_TOKEN, or that of `hf auth login`. Interrupted, or ended in any other way, the same command goes
-on: nothing is sent twice. huggingface/batch_submit_checkpoints.sh makes a Slurm job of each checkpoint.
-"""  # noqa: W505 (lines to copy)
+The token is HF_TOKEN, or that of `hf auth login`. After an interruption or a failure, run the same command
+again to continue; nothing is sent twice. huggingface/batch_submit_checkpoints.sh submits one Slurm job per
+checkpoint."""  # noqa: W505 (lines to copy)
 
 import argparse
 import os
@@ -49,19 +50,30 @@ _WRITTEN_WITHIN_S = 1800.0
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument(
-        "--experiment_name", "--experiment-name", required=True, help="below the site's NEOX_CHECKPOINT_DIR, or a path"
+        "--experiment_name",
+        "--experiment-name",
+        required=True,
+        help="a folder below the site's NEOX_CHECKPOINT_DIR, or a path",
     )
     parser.add_argument(
-        "--neox_checkpoint", "--neox-checkpoint", nargs="+", metavar="global_step<N>", help="unset: all, newest first"
+        "--neox_checkpoint",
+        "--neox-checkpoint",
+        nargs="+",
+        metavar="global_step<N>",
+        help="checkpoints to publish (default: all, newest first)",
     )
-    parser.add_argument("--hf_org", "--hf-org", help="organisation on the Hub; unset: the site's NEOX_HUB_ORG")
-    parser.add_argument("--repository", metavar="ORG/NAME", help="unset: named by the experiment, docs/hub.md")
+    parser.add_argument("--hf_org", "--hf-org", help="organisation on the Hub (default: the site's NEOX_HUB_ORG)")
+    parser.add_argument(
+        "--repository",
+        metavar="ORG/NAME",
+        help="repository on the Hub (default: derived from the experiment, docs/hub.md)",
+    )
     add_place_flags(parser)
     parser.add_argument(
         "--local_hf_checkpoints_path", "--local-hf-checkpoints-path", type=Path, metavar="DIR",
-        help="where converted folders stand until they are sent; unset: <experiment>/hub",
+        help="folder for converted models until they are sent (default: <experiment>/hub)",
     )  # fmt: skip
-    parser.add_argument("--keep-converted", action="store_true", help="leave them there")
+    parser.add_argument("--keep-converted", action="store_true", help="do not delete converted models after the upload")
     add_format_flags(parser)
     add_tokenizer_flags(parser)
     add_delay_flag(parser, "the first upload")
@@ -70,7 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--background",
         action="store_true",
-        help="beside a run: of low priority, and waits for a checkpoint being written",
+        help="run with low priority, and wait for a checkpoint that a training run is still writing",
     )
     return parser.parse_args(argv)
 
@@ -95,14 +107,14 @@ def run(options: argparse.Namespace) -> int:
     patience, tasks = patience_of(options), tasks_of(options, chosen.site, chosen.newest)
     (delay,) = delays_of(options, 1, random.Random())
     if tasks:
-        _say(f"evaluated by {' '.join(tasks)}")
+        _say(f"tasks of the evaluation: {' '.join(tasks)}")
     if delay:
-        _say(f"waiting {delay} s (--upload-delay)")
+        _say(f"waiting {delay} s before the first upload (--upload-delay)")
         time.sleep(delay)
     for step in chosen.steps:
         last = last_step(chosen.save / f"global_step{step}")
         if last is None:
-            _say(f"global_step{step}: train_iters of its run is not known: it does not become main")
+            _say(f"global_step{step}: not published as main too, because train_iters of its run is unknown")
         upload = Upload(
             save=chosen.save, step=step, repository=chosen.repository, is_last=step == last,
             formats=formats_of(options), scratch=options.local_hf_checkpoints_path,
@@ -120,5 +132,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    begin_process(_NAME, "the same command goes on")
+    begin_process(_NAME, "run the same command again to continue")
     run_command(lambda: end_process(main()))

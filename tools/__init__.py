@@ -1,1 +1,1 @@
-"""Commands and helpers beside the package."""
+"""Command-line tools for checkpoints, datasets, jobs, documentation and lint, and helpers that they share."""

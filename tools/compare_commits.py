@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compares the training of two commits bit for bit: 12 layouts times pre-training, SFT and DPO."""
+"""Compares the training of two commits bit for bit, in 12 layouts each for pre-training, SFT and DPO."""
 
 import argparse
 import hashlib
@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "data" / "golden" / "dataset"
 PIPES, TENSORS = "pipe_parallel_size", "model_parallel_size"
 BF16 = {"precision": "bfloat16"}
-# Ranks and keys. What else must not change rides on some: dropout, recomputation, compilation, a curriculum's
-# shapes.
+# Number of ranks and configuration keys of each layout. Some layouts also cover other features, such as
+# recomputation.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "alone-bf16": (1, BF16),
@@ -73,7 +73,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
            for side in ("pos", "neg") for part in ("train", "valid") for kind in ("", "_label")},
     },
 }  # fmt: skip
-# Of a line of metrics.jsonl, what follows from the training alone.
+# Begins of names of metrics that are compared, and words in names of metrics that vary from run to run.
 COMPARED = ("iteration", "train/", "validation/")
 LEFT_OUT = ("time", "per_sec", "tflops", "memory", "runtime")
 
@@ -95,19 +95,22 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         description=f"{__doc__} Compares losses, gradient norms, validation and every tensor of the last checkpoint by "
-        "digest. Each commit is checked out into a temporary folder and trains there with `deepy.py train.py`; what it "
-        "gave is kept in .cache/compare_commits, so a commit runs once. Exit code 1 when anything differs."
+        "digest. Each commit is checked out into a temporary folder and trains there with `deepy.py train.py`. Results "
+        "are cached in .cache/compare_commits, so each commit runs once. The exit code is 1 if anything differs."
     )
-    parser.add_argument("before", help="a commit, as git names it")
-    parser.add_argument("after", nargs="?", default="HEAD", help="another (HEAD)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="a layout, an objective, as printed")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
+    parser.add_argument("before", help="the first commit: a hash, branch or tag")
+    parser.add_argument("after", nargs="?", default="HEAD", help="the second commit (default: HEAD)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="run only these layouts or objectives, such as tp2 or sft"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at the same time (default: 1)")
     return parser
 
 
 def _results(commit: str, names: list[str], jobs: int) -> dict[str, Any]:
-    """Returns the results of each named run of a commit. Results missing from the cache are computed and
-    cached."""
+    """Returns the results of a commit for each run `LAYOUT OBJECTIVE` in `names`.
+
+    Runs that are not in the cache are trained, `jobs` at a time, and cached."""
     digest = _git("rev-parse", f"{commit}^{{commit}}")
     script_hash = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     cache = ROOT / ".cache" / "compare_commits" / f"{digest[:12]}-{script_hash}.json"
@@ -139,7 +142,9 @@ def _git(*words: str) -> str:
 
 
 def _make_pairs(folder: Path) -> Path:
-    """Write pairs whose chosen responses have even tokens and whose rejected ones have odd tokens."""
+    """Writes preference pairs for DPO: chosen answers have even token ids, rejected answers odd ones.
+
+    Returns `folder`, which has pos, neg, pos_label and neg_label."""
     from megatron.data import IndexedDatasetWriter
 
     folder.mkdir()
@@ -157,8 +162,10 @@ def _make_pairs(folder: Path) -> Path:
 
 
 def _train(tree: Path, folder: Path, name: str, pairs: Path) -> dict[str, Any]:
-    """Train one run with deepy.py in `tree`; returns its lines of metrics and the digests of its checkpoint's
-    files."""
+    """Trains one run with deepy.py of the checked-out commit `tree`.
+
+    name: `LAYOUT OBJECTIVE`. pairs: folder of the DPO data. Returns its metrics, and digests of its
+    checkpoint's files."""
     layout, objective = name.split()
     ranks, keys = LAYOUTS[layout]
     values = {**COMMON, **OBJECTIVES[objective], **keys}
@@ -189,10 +196,10 @@ def _compared_values(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digests(path: Path) -> str:
-    """Returns the SHA-256 of all tensors of a file, with their keys, dtypes and shapes.
+    """Returns one SHA-256 of all tensors in a checkpoint file, with their keys, dtypes and shapes.
 
-    The file is loaded with `weights_only=False`, because it may hold DeepSpeed's classes; it is of our own
-    run.
+    The file is loaded with `weights_only=False`, because it may hold DeepSpeed's classes. This is safe,
+    because this program wrote it.
     """
     total = hashlib.sha256()
     for place, tensor in _tensors("", torch.load(path, map_location="cpu", weights_only=False)):

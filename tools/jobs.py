@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""Lists, submits, watches and ends jobs of this cluster and runs of this machine.
+"""Lists, submits, watches and ends Slurm jobs of this cluster and local runs of this machine.
 
-    python tools/jobs.py list                                   # yours: waiting, running, ended in the last day
-    python tools/jobs.py list 4711 checkpoints/my-run --json    # a job, and a run that no scheduler started
-    python tools/jobs.py list --experiment 'sft-*' --since 7d
+    python tools/jobs.py list                                   # your jobs that wait, run, or ended in the
+    last day python tools/jobs.py list 4711 checkpoints/my-run --json    # a job, and a run that no scheduler
+    started python tools/jobs.py list --experiment 'sft-*' --since 7d
     python tools/jobs.py watch --interval 10                    # a live table, until Ctrl-C
     python tools/jobs.py submit /abs/model.yml --nodes 16 --watch 50 -- --time=24:00:00 --job-name=my-run
-    python tools/jobs.py submit model.yml --local               # deepy.py here, watched in the same way
-    python tools/jobs.py logs 4711 -f
+    python tools/jobs.py submit model.yml --local               # run deepy.py here, and watch it in the same
+    way python tools/jobs.py logs 4711 -f
     python tools/jobs.py cancel 4711 4712
 
-A job is crashed if Slurm calls it failed, or if the last 100 lines of its log hold a traceback, exception or
-error. It is stale if it has written nothing for 600 s. docs/jobs.md explains all verdicts.
+A job is crashed if Slurm calls it failed, or if the last 100 lines of its log contain a traceback, exception
+or error. It is stale if it has not written its log for 600 s. docs/jobs.md explains all verdicts.
 
-Exit codes: 3 from list if a job is crashed, stale or unknown; 4 from submit, with a report, if a person has
-to look; 1 for a refused request; 2 for a wrong command line.
+Exit codes: `list` and `watch` return 3 if a job is crashed, stale or unknown. `submit` returns 4, with a
+report, if a person has to look. All commands return 1 for a refused request, and 2 for a wrong command line.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -41,63 +41,92 @@ CRASHED_OR_STALE = 3
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    listing = commands.add_parser("list", help="a table of jobs; exit code 3 when one is crashed or stale")
-    watching = commands.add_parser("watch", help="the same table, live")
+    listing = commands.add_parser("list", help="print a table of jobs; exit code 3 if one is crashed, stale or unknown")
+    watching = commands.add_parser("watch", help="show the table of jobs live, until Ctrl-C")
     for command in (listing, watching):
         command.add_argument(
-            "ids", nargs="*", metavar="ID", help="numbers of jobs, or folders of runs (`save`); none: all of the user"
+            "ids",
+            nargs="*",
+            metavar="ID",
+            help="numbers of jobs, or folders `save` of runs (default: all jobs of the user)",
         )
-        command.add_argument("--user", help="whose jobs (yours)")
-        command.add_argument("--name", metavar="PATTERN", help="job names, as my-run or 'sft-*'")
-        command.add_argument("--experiment", metavar="PATTERN", help="experiments, as 'exp,lr=*'")
+        command.add_argument("--user", help="show jobs of this user (default: yours)")
+        command.add_argument("--name", metavar="PATTERN", help="show jobs with these names, such as my-run or 'sft-*'")
+        command.add_argument(
+            "--experiment", metavar="PATTERN", help="show jobs of these experiments, such as 'exp,lr=*'"
+        )
         command.add_argument(
             "--since",
             type=_seconds,
             default=86400.0,
             metavar="TIME",
-            help="how long ago jobs may have ended: 90m, 1d (1d)",
+            help="show jobs that ended at most so long ago, such as 90m or 7d (default: 1d)",
         )
-        command.add_argument("--all", action="store_true", help="also jobs that do not train")
-    listing.add_argument("--json", action="store_true", help="a list of objects, whose fields docs/jobs.md explains")
-    watching.add_argument("--interval", type=_pause, default=10.0, metavar="S", help="seconds between two looks (10)")
+        command.add_argument("--all", action="store_true", help="also show jobs that do not train")
+    listing.add_argument(
+        "--json", action="store_true", help="print a JSON list of objects, whose fields docs/jobs.md explains"
+    )
+    watching.add_argument(
+        "--interval", type=_pause, default=10.0, metavar="S", help="seconds between two looks (default: 10)"
+    )
     submitting = commands.add_parser(
-        "submit", help="submit a run, and see it through its first iterations",
-        epilog="What stands behind -- goes to sbatch. Exit code 4, and a report: a person has to look.",
+        "submit", help="submit a run, and watch its first iterations",
+        epilog="Arguments after -- are options of sbatch. Exit code 4, with a report, means that a person has to look.",
     )  # fmt: skip
     submitting.add_argument("configs", nargs="+", metavar="CONFIG", help="configuration files of one run")
-    submitting.add_argument("--set", nargs="+", action="append", default=[], metavar="KEY=VALUE", help="keys that win")
     submitting.add_argument(
-        "--nodes", type=_count, metavar="N", help="unset: as many as the site has for the run, else 1"
+        "--set", nargs="+", action="append", default=[], metavar="KEY=VALUE", help="keys with priority over the files"
     )
     submitting.add_argument(
-        "--watch", type=_count, default=50, metavar="N", help="iterations to wait for before it is a success (50)"
+        "--nodes", type=_count, metavar="N", help="number of nodes (default: the site's number for the run, else 1)"
     )
-    submitting.add_argument("--local", action="store_true", help="deepy.py on this machine, in the background")
-    submitting.add_argument("--retries", type=int, default=2, choices=(0, 1, 2), help="of what is safe to repeat (2)")
-    submitting.add_argument("--interval", type=_pause, default=5.0, metavar="S", help="seconds between two looks (5)")
-    showing = commands.add_parser("logs", help="the log of a job")
-    showing.add_argument("id", metavar="ID", help="number of a job, or folder of a run")
-    showing.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    showing.add_argument("-n", "--lines", type=_count, default=100, metavar="N", help="of the end (100)")
-    showing.add_argument("--rank", type=int, metavar="R", help="what this rank wrote")
-    cancelling = commands.add_parser("cancel", help="end jobs: scancel; of a local run: save, then end")
-    cancelling.add_argument("ids", nargs="+", metavar="ID", help="numbers of jobs, or folders of runs")
+    submitting.add_argument(
+        "--watch",
+        type=_count,
+        default=50,
+        metavar="N",
+        help="iterations to wait for before it is a success (default: 50)",
+    )
+    submitting.add_argument(
+        "--local", action="store_true", help="run deepy.py on this machine in the background, without Slurm"
+    )
+    submitting.add_argument(
+        "--retries",
+        type=int,
+        default=2,
+        choices=(0, 1, 2),
+        help="how often to submit again after a failure that is safe to retry (default: 2)",
+    )
+    submitting.add_argument(
+        "--interval", type=_pause, default=5.0, metavar="S", help="seconds between two looks (default: 5)"
+    )
+    showing = commands.add_parser("logs", help="print the end of a job's log")
+    showing.add_argument("id", metavar="ID", help="number of a job, or folder `save` of a run")
+    showing.add_argument(
+        "-f", "--follow", action="store_true", help="also print new lines until the job has ended or Ctrl-C"
+    )
+    showing.add_argument(
+        "-n", "--lines", type=_count, default=100, metavar="N", help="number of lines from the end (default: 100)"
+    )
+    showing.add_argument("--rank", type=int, metavar="R", help="print the log of this rank instead of the job's")
+    cancelling = commands.add_parser("cancel", help="end Slurm jobs (scancel); let local runs save and end")
+    cancelling.add_argument("ids", nargs="+", metavar="ID", help="numbers of jobs, or folders `save` of runs")
     for command in (listing, watching, submitting, showing, cancelling):
         limit = PATIENT_S if command is submitting else ANSWERS_S
         command.add_argument(
             "--answers-within", type=_pause, default=limit, metavar="S",
-            help=f"seconds that a command of Slurm may take; a silent sacct is then done without ({limit:g})",
+            help=f"timeout for each command of Slurm; if sacct exceeds it, scontrol is used (default: {limit:g})",
         )  # fmt: skip
     words, options = _split(argv)
     parsed = parser.parse_args(words)
     if options and parsed.command != "submit":
-        parser.error("only submit accepts sbatch options after --")
+        parser.error("only submit accepts sbatch options after --; remove them")
     parsed.sbatch_options = options
     return parsed
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words before and after `--`."""
+    """Returns (arguments before the first `--`, arguments after it)."""
     words = list(argv)
     separator = words.index("--") if "--" in words else len(words)
     return words[:separator], words[separator + 1 :]
@@ -106,7 +135,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write 90m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write it like 90m, 12h or 7d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
@@ -135,12 +164,12 @@ def _code(rows: Sequence[Row]) -> int:
 
 
 def list_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Print the jobs. Returns the exit code: 3 if one of them is crashed, stale or unknown."""
+    """Prints the selected jobs as a table or JSON. Returns 3 if one is crashed, stale or unknown, else 0."""
     rows = overview(_choice(options), slurm, site)
     if options.json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     elif not rows:
-        _say("no jobs; --since 7d, --user and --all show more, and a run of another folder is shown by its path")
+        _say("no jobs; try --since 7d, --user NAME or --all; give the path of a run in another folder to show it")
     else:
         from megatron.operations.jobs.table import console, render
 
@@ -150,7 +179,8 @@ def list_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -
 
 
 def watch_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Show a live table of the jobs until Ctrl-C. Returns the exit code, as `list_jobs`."""
+    """Shows a live table of the selected jobs until Ctrl-C. Returns 3 if one is crashed, stale or unknown,
+    else 0."""
     from rich.live import Live
 
     from megatron.operations.jobs.table import console, render
@@ -163,23 +193,27 @@ def watch_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) 
                 time.sleep(options.interval)
                 try:
                     rows, note = overview(_choice(options), slurm, site), ""
-                except LaunchError as problem:  # a scheduler that is restarted answers again
+                except LaunchError as problem:  # Slurm may be restarting, and answer again later
                     note = str(problem)
         except KeyboardInterrupt:
             return _code(rows)
 
 
 def show_log(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Print the last lines of a job's log; with --follow, also new lines until the job ends or Ctrl-C."""
+    """Prints the last lines of a job's log; with --follow, also new lines until the job ends or Ctrl-C."""
     from megatron.operations.jobs.joblog import follow, last_lines
 
     row, *other_rows = overview(Choice([options.id]), slurm, site)
     if other_rows:
-        raise LaunchError(f"{options.id}: is an array of {1 + len(other_rows)} jobs; name one, such as {row.job.id}")
+        raise LaunchError(
+            f"{options.id}: is an array of {1 + len(other_rows)} jobs; give one job, such as {row.job.id}"
+        )
     log = row.job.log
     if options.rank is not None:
         if row.logs is None:
-            raise LaunchError(f"{options.id}: its log does not show log_dir (of the ranks' logs) yet; retry later")
+            raise LaunchError(
+                f"{options.id}: the folder of the ranks' logs (log_dir) is not in the job's log yet; try again later"
+            )
         log = row.logs / f"rank_{options.rank}.log"
     if log is None or not log.is_file():
         path = f" {log}" if log is not None else ""
@@ -196,7 +230,7 @@ def show_log(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) ->
 
 
 def cancel_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Cancel the jobs named on the command line."""
+    """Cancels the Slurm jobs, and asks the local runs to save and end, that the command line names."""
     from megatron.operations.jobs.local_runs import stop
 
     rows = overview(Choice(options.ids), slurm, site)
@@ -211,7 +245,7 @@ def cancel_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str])
 
 
 def submit_run(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -> int:
-    """Submit a run, and wait for its first iterations."""
+    """Submits the run of the command line, waits for its first iterations, and returns the exit code."""
     from megatron.operations.jobs.submission import Request, submit
 
     pairs = [pair for group in options.set for pair in group]
@@ -223,7 +257,7 @@ def submit_run(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command line of tools/jobs.py, and returns its exit code."""
     options = parse(sys.argv[1:] if argv is None else argv)
     commands = {"list": list_jobs, "watch": watch_jobs, "submit": submit_run, "logs": show_log, "cancel": cancel_jobs}
     try:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Render a run as manifests for Kubernetes, for Kubeflow's operators; nothing here talks to a cluster.
+"""Renders a run as Kubernetes manifests for Kubeflow's operators; does not contact a cluster.
 
-    python tools/k8s.py render configs/container_setup.yml --site kubernetes/sites/openshift.yml | oc apply -f -
-    python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --kind TrainJob --output manifests
+    python tools/k8s.py render configs/container_setup.yml --site kubernetes/sites/openshift.yml | oc apply -f
+    - python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --kind TrainJob --output manifests
     python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --set train_iters=100
 
-The files are what `deepy.py train.py` takes; they are checked for the number of ranks that the site has, and
-go into the pods as they are: `${NAME}` gets its value there. The keys of a site file: --help-site.
-docs/kubernetes.md goes from an image to a checkpoint.
+CONFIG are configuration files as for `deepy.py train.py`. They are checked for the site's number of ranks,
+and copied into the pods unchanged: `${NAME}` is replaced in the pods. --help-site lists the keys of a site
+file. docs/kubernetes.md explains all steps from an image to a checkpoint.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -39,23 +39,25 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     rendering.add_argument(
         "config", nargs="+", metavar="CONFIG", help="configuration files of the run, or presets by name"
     )
-    rendering.add_argument("--site", required=True, metavar="FILE", help="what the cluster has: kubernetes/sites/*.yml")
     rendering.add_argument(
-        "--kind", choices=[*KINDS, "both"], default="PyTorchJob",
-        help="PyTorchJob (default) of the Training Operator, TrainJob of Kubeflow Trainer v2; both: to choose from",
-    )  # fmt: skip
-    rendering.add_argument(
-        "--output", type=Path, metavar="DIR", help="a file for each document; unset: all are printed"
+        "--site", required=True, metavar="FILE", help="file that describes the cluster, such as kubernetes/sites/*.yml"
     )
     rendering.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys, as with deepy.py"
+        "--kind", choices=[*KINDS, "both"], default="PyTorchJob",
+        help="kind of job: PyTorchJob for the Training Operator (default), TrainJob for Kubeflow Trainer v2, or both",
+    )  # fmt: skip
+    rendering.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for one file per manifest (default: print all manifests)"
+    )
+    rendering.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys, as for deepy.py"
     )
     rendering.add_argument("--help-site", nargs=0, action=_HelpSite, help="print the keys of a site file and exit")
     return parser.parse_args(argv)
 
 
 def help_site() -> str:
-    """Returns help text that lists the keys of a site file with defaults and meanings."""
+    """Returns the text of --help-site: each key of a site file with its default and meaning."""
     lines = []
     for name, key in keys_of(Site).items():
         default = "required" if key.required else yaml_value(key.default)
@@ -64,7 +66,7 @@ def help_site() -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the manifests, or write them into the folder --output."""
+    """Prints the manifests of a run, or writes them into the folder --output. Raises UserError."""
     site = read_site(options.site)
     config = pod_config(options.config, site, options.set, install_root())
     sys.stderr.write("".join(f"k8s.py: note: {note}\n" for note in config.notes))
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         for number, manifest in enumerate(manifests):
-            file = options.output / f"{number:02d}-{manifest.file_name}"  # apply takes a folder's files by name
+            file = options.output / f"{number:02d}-{manifest.file_name}"  # kubectl apply reads files by name
             file.write_text(as_yaml(manifest), encoding="utf-8")
             print(file)
     except OSError as problem:
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Runs the command line of tools/k8s.py, and returns its exit code: 0, or 1 after an error."""
     options = parse(argv)
     try:
         run(options)

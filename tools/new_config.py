@@ -1,11 +1,12 @@
-"""Write the configuration of a run that begins where a checkpoint ended.
+"""Writes the configuration of a fine-tuning run that starts from the last checkpoint of another run.
 
-    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant synthetic_mid \\
-        --data data/dolci data/mcqa
+    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant
+        synthetic_mid \\ --data data/dolci data/mcqa
 
-writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml: training, data and weights of the mix as in
-post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer of the
-checkpoint's own configuration; `load` and `iteration` of what `latest` names. The file needs no other:
+The command writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml. Its keys of training and data come
+from post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer from the
+checkpoint's configuration; `load` and `iteration` name the checkpoint in `latest`. The file needs no other
+configuration:
 `python deepy.py train.py FILE` trains.
 """  # noqa: W505 (lines to copy)
 
@@ -31,12 +32,12 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 RECIPE = ROOT / "post-training" / "sft-mix" / "sft-mix.yml"
 FILTERINGS = ("unfiltered", "filtered")
 DATA = ("data/dolci", "data/mcqa")
-# What a run takes over: whatever says what the model is, how it is computed and how many rows a step has.
+# Classes of keys that the new run takes from the checkpoint's configuration: model, computation, batch size.
 _INHERITED_GROUPS = (
     "ModelKeys", "MambaKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
     "PrecisionKeys", "ParallelKeys", "BatchKeys", "OptimizerKeys", "DeepspeedKeys", "TrainingKeys",
 )  # fmt: skip
-# Of these what belongs to the length of the old run, or to its end.
+# Keys of these classes that are not taken, because they belong to the length or the end of the old run.
 _EXCLUDED_KEYS = (
     "train_iters", "lr_decay_iters", "lr_decay_fraction", "lr_wsd_decay_iters", "min_lr", "warmup_iters",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "eval_interval", "exit_interval", "exit_duration_in_mins",
@@ -50,22 +51,32 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "sft", help="SFT on 89 %% Dolci conversations and 11 %% multiple-choice questions",
         description=__doc__,
     )  # fmt: skip
-    sft.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="with global_stepN, latest")
-    sft.add_argument("--filtering", choices=FILTERINGS, required=True, help="of the pre-training data, for the name")
-    sft.add_argument("--variant", required=True, help="of the mid-training, for the name")
+    sft.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of checkpoints, with a file `latest`",
+    )
+    sft.add_argument(
+        "--filtering", choices=FILTERINGS, required=True, help="filtering of the pre-training data, for the file's name"
+    )
+    sft.add_argument("--variant", required=True, help="variant of the mid-training, for the file's name")
     sft.add_argument(
         "--data", nargs=2, default=DATA, metavar=("DOLCI", "MCQA"),
-        help=f"--output-prefix of both when they were tokenised ({' '.join(DATA)})",
+        help=f"--output-prefix of the two tokenised datasets (default: {' '.join(DATA)})",
     )  # fmt: skip
-    sft.add_argument("--vocab-file", help="tokenizer of the conversations; unset: the checkpoint's")
-    sft.add_argument("--save", help="of the run; unset: checkpoints/NAME")
-    sft.add_argument("--output-dir", type=Path, default=Path(), help="where the file is written (.)")
-    sft.add_argument("--force", action="store_true", help="replace a file of this name")
+    sft.add_argument("--vocab-file", help="tokenizer of the conversations (default: the checkpoint's)")
+    sft.add_argument("--save", help="the key `save` of the new run (default: checkpoints/NAME)")
+    sft.add_argument("--output-dir", type=Path, default=Path(), help="folder for the file (default: this folder)")
+    sft.add_argument("--force", action="store_true", help="replace an existing file of the same name")
     return parser.parse_args(argv)
 
 
 def inherited_keys(args: NeoXArgs) -> dict[str, Any]:
-    """Returns the keys and values that the next run takes over from the configuration of a finished run."""
+    """Returns the keys and values that the new run takes from `args`, the configuration of the finished
+    run."""
     keys = keys_of(NeoXArgs)
     candidates = {
         name: value for name, value in thaw(args.user_values).items() if name in keys and name not in _EXCLUDED_KEYS
@@ -76,10 +87,10 @@ def inherited_keys(args: NeoXArgs) -> dict[str, Any]:
 
 
 def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
-    """Returns the keys of supervised fine-tuning from the recipe, with the prefixes `data` of tokenised
-    conversations.
+    """Returns the keys of supervised fine-tuning: those of `recipe`, with the datasets `data`.
 
-    The optimizer is the checkpoint's, with the recipe's learning rate.
+    The optimizer is that of `args`, the checkpoint's configuration, with the recipe's learning rate. data:
+    prefixes of the tokenised conversations.
     """
     keys = {**recipe, "train_data_paths": [f"{prefix}_messages_document" for prefix in data]}
     if args.user_values.get("optimizer"):
@@ -90,14 +101,17 @@ def sft_keys(args: NeoXArgs, recipe: Mapping[str, Any], data: Sequence[str]) -> 
 
 
 def write(options: argparse.Namespace) -> Path:
-    """Write the configuration that the options describe, and return its path. Raises CheckpointError,
-    ConfigError."""
+    """Writes the configuration that the command-line options describe, and returns its path.
+
+    Raises CheckpointError, ConfigError."""
     name = f"sft_dolci_mcqa_instruct_{options.filtering}_{options.variant}"
     target = options.output_dir / f"{name}.yml"
     if not re.fullmatch(r"[\w.+-]+", options.variant):
-        raise ConfigError([f"--variant {options.variant}: becomes part of names; use letters, digits and _ . + -"])
+        raise ConfigError(
+            [f"--variant {options.variant}: is part of the file's name; use only letters, digits and _ . + -"]
+        )
     if target.exists() and not options.force:
-        raise ConfigError([f"{target}: already exists; give --force, or another --variant"])
+        raise ConfigError([f"{target}: already exists; add --force to replace it, or give another --variant"])
     from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, step_of
     from megatron.checkpointing.layout import LATEST
     from megatron.checkpointing.tensor_files import replace_file
@@ -132,7 +146,7 @@ def _yaml(values: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
-        print(f"{write(options)}: trains with `python deepy.py train.py`")
+        print(f"wrote {write(options)}; to train, give it to `python deepy.py train.py`")
     except (UserError, OSError) as problem:
         sys.exit(f"new_config.py: error: {problem}")
 

@@ -1,7 +1,7 @@
-"""Plots the losses of a run's metrics.jsonl over the tokens trained.
+"""Plots the losses in a run's metrics.jsonl over the tokens seen, and prints the first and last validation
+loss.
 
-Losses on texts to forget and to retain are plotted too. Prints the first and last validation and unlearning
-losses.
+For unlearning, it also plots and prints the losses on texts to forget and to retain.
 """
 
 import sys
@@ -18,8 +18,8 @@ from megatron.process.run_files import Problems  # noqa: E402
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run, in its log_dir")
-    parser.add_argument("--output", type=Path, help="picture to write (loss.png beside the metrics)")
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run, in its log folder")
+    parser.add_argument("--output", type=Path, help="picture to write (default: loss.png beside metrics.jsonl)")
     options = parser.parse_args()
     try:
         rows = list(read_metrics(options.metrics, problems := Problems()))

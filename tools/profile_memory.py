@@ -1,23 +1,23 @@
 #!/usr/bin/env python
-"""Shows the memory of a training step at its peak, as a table, and over the step, as a plot.
+"""Shows the peak memory of a training step by part as a table, and its course over the step as a plot.
 
-The rows are weights, gradients, optimizer states, buffers, activations, logits and all else.
+The parts are weights, gradients, optimizer states, buffers, activations, logits and all other memory.
 
-    python tools/profile_memory.py model.yml local_setup.yml                      # a tiny run of it, 3 steps
-    python tools/profile_memory.py model.yml --set train_micro_batch_size_per_gpu=8 checkpoint_activations=true
-    python tools/profile_memory.py checkpoints/mine                               # of a run with profile_memory: N
-    python tools/profile_memory.py checkpoints/mine --json
+    python tools/profile_memory.py model.yml local_setup.yml                      # measures in a run of 3
+    steps python tools/profile_memory.py model.yml --set train_micro_batch_size_per_gpu=8
+    checkpoint_activations=true python tools/profile_memory.py checkpoints/mine
+    # shows a run with profile_memory: N python tools/profile_memory.py checkpoints/mine --json
 
-Of configurations it starts deepy.py train.py with --iterations steps (3), of which the last is measured, on the
-configuration's data and devices. Weights are drawn anew, nothing is validated or saved, and all files go into a
-folder that is deleted; --set wins over these settings too (--set load=checkpoints/base).
+Given configuration files, it runs deepy.py train.py for --iterations steps (3) on the configuration's data
+and devices, and measures the last step. Weights are random, nothing is validated or saved, and all files go
+into a temporary folder. --set has priority over these settings too (for example --set load=checkpoints/base).
 
-Of a folder, the `save` of a run or its log folder, it shows memory_parts.json, which a run writes at the
-iteration that its key `profile_memory` names; the run may be going on.
+Given the `save` or log folder of a run, it shows memory_parts.json, which the run wrote at the iteration that
+its key `profile_memory` names. The run may still be going on.
 
-The bytes of a row are those of its tensors' storages. On a GPU the peak is the allocator's; the memory that
-no other row counts has a row of its own. With `compile` it holds most of what compiled blocks save for
-backward: --set compile=false shows more detail, but its peak differs.
+The size of a part is the sum of its tensors' storages. On a GPU the peak is the allocator's; memory that no
+part counts is a part of its own. With `compile` this part contains most of what compiled blocks save for
+backward; --set compile=false shows more detail, but the peak differs.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -74,19 +74,24 @@ QUIET: Mapping[str, str] = {
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument(
-        "what", nargs="+", metavar="CONF.yml|FOLDER", help="files of a configuration, or the folder of one run"
+        "what", nargs="+", metavar="CONF.yml|FOLDER", help="configuration files, or the folder of one run"
     )
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="keys over those of the files"
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="keys with priority over the files"
     )
-    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="steps of the tiny run (3)")
+    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="steps of the measured run (default: 3)")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"picture ({Path(MEMORY_FILE).stem}.png in FOLDER's logs, or here)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"picture to write (default: {Path(MEMORY_FILE).stem}.png in the run's log folder, or in this folder)",
     )
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON; a picture only with --output")
+    parser.add_argument(
+        "--json", action="store_true", help="print the numbers as JSON; write a picture only with --output"
+    )
     options = parser.parse_args(argv)
     if options.iterations < 2:
-        parser.error("--iterations: at least 2; the first step makes the optimizer's states")
+        parser.error("--iterations must be at least 2, because the first step allocates the optimizer states")
     return options
 
 
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_run = first_path.is_dir() or first_path.name == MEMORY_FILE
     try:
         if is_run and (len(options.what) > 1 or options.set):
-            raise UserError(f"{first_path}: is a run's folder; give it alone, without --set")
+            raise UserError(f"{first_path}: is the folder of a run; give it alone, without --set and other files")
         if is_run:
             file = memory_file(first_path)
             memory, picture_dir = read_memory(file), file.parent
@@ -106,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(memory) if options.json else table(memory))
         if picture is not None:
             plot(memory, picture)
-            sys.stderr.write(f"picture: {picture}\n")
+            sys.stderr.write(f"wrote the picture: {picture}\n")
     except (UserError, OSError, ValueError) as problem:
         sys.stderr.write(f"profile_memory.py: {problem}\n")
         return 1
@@ -114,9 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(configuration: Sequence[str], overrides: Sequence[str], iterations: int) -> dict[str, Any]:
-    """Returns the memory of the last step of a tiny run of a configuration. overrides: the values of `--set`.
+    """Trains a configuration for a few steps, and returns the memory of the last step by part.
 
-    Raises UserError if the run fails.
+    The result is the content of memory_parts.json. overrides: KEY=VALUE of --set. Raises UserError if the run
+    fails.
     """
     with tempfile.TemporaryDirectory(prefix="profile-memory-") as folder:
         steps = str(iterations)

@@ -1,8 +1,8 @@
-"""Make the quickstart data under data/quickstart: real English that every CPython carries, a tokenizer,
+"""Makes the quickstart data in data/quickstart: English text from Python's documentation, a tokenizer,
 `.bin/.idx`.
 
-The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library's sources.
-Nothing is downloaded, and files that are intact are not made again.
+The text is `pydoc_data.topics` (the language reference) and the docstrings of the standard library, which
+every CPython has. Nothing is downloaded. Files that are intact are not made again.
 """
 
 import ast
@@ -30,17 +30,16 @@ from megatron.tokenizer.train_tokenizer import read_texts, train_tokenizer  # no
 
 RECIPE = 1  # changes when the same Python would give other data
 VOCAB_SIZE = 1024
-SPLIT = "95,5,0"  # of configs/local_setup.yml
-SHORTEST = 100  # characters of a document
-# Not prose, not part of every installation, or not the standard library
+SPLIT = "95,5,0"  # the split in configs/local_setup.yml
+SHORTEST = 100  # characters; shorter documents are left out
+# Folders that are left out: not prose, not in every installation, or not the standard library
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
 def stdlib_documents() -> Iterator[str]:
-    """Yields one text for each class (its docstring and its methods') and each module (its docstring and its
-    functions').
+    """Yields one text for each class and module of the standard library.
 
-    Sources of the standard library are parsed, not run.
+    The text is its docstring and those of its methods or functions. The sources are parsed, not run.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -69,8 +68,9 @@ def _docstrings(node: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 
 def write_corpus(path: Path) -> int:
-    """Write the documents as JSONL; returns their number. They are ordered by hash, so the last ones are a
-    random sample."""
+    """Writes all documents to a JSONL file, and returns their number.
+
+    They are sorted by hash, so the last documents (for validation) are a random sample."""
     texts = {text.strip() for text in [*topic_documents(), *stdlib_documents()]}
     documents = [text for text in texts if len(text) >= SHORTEST]
     documents.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
@@ -80,8 +80,9 @@ def write_corpus(path: Path) -> int:
 
 
 def build(folder: Path, report: Callable[[str], None]) -> None:
-    """Make corpus.jsonl, tokenizer.json, text_document.{bin,idx} and stats.json in `folder`, unless they are
-    there and intact."""
+    """Makes corpus.jsonl, tokenizer.json, text_document.bin, .idx and stats.json in `folder`.
+
+    Files that are there and intact are kept. report: called with a line of text for each file."""
     corpus, tokenizer, prefix, stamp = (
         folder / name for name in ("corpus.jsonl", "tokenizer.json", "text_document", "stats.json")
     )
@@ -94,7 +95,7 @@ def build(folder: Path, report: Callable[[str], None]) -> None:
         if stats["recipe"] == RECIPE and stats["content"] == content():
             report(f"{folder}: up to date ({stats['documents']} documents, {stats['tokens']} tokens)")
             return
-    except (OSError, ValueError, KeyError):  # missing or half of it: make it all
+    except (OSError, ValueError, KeyError):  # stats.json is missing or incomplete: make all files again
         pass
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
@@ -128,7 +129,9 @@ def _publish(path: Path, content: bytes) -> None:
 
 def main() -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("data/quickstart"), help="where to (data/quickstart)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("data/quickstart"), help="folder to write (default: data/quickstart)"
+    )
     build(parser.parse_args().folder, print)
 
 

@@ -1,11 +1,11 @@
-"""Questions and answers about Python's standard library, for the quickstart pipeline: chats, pairs, a domain.
+"""Writes questions and answers on Python's standard library as training data for the quickstart pipeline.
 
     python tools/quickstart_dialogues.py --corpus data/raw/corpus.jsonl --folder data/dialogues
 
-writes chats.jsonl (`messages`: what does json.dumps do? - its docstring's first sentence), pairs.jsonl and
-valid_pairs.jsonl (`prompt`, `chosen`, and as `rejected` the same words in another order), and domain.jsonl,
-the texts of the corpus that speak of files. Sources are read, not run; nothing is downloaded, and the same
-Python writes the same bytes.
+It writes chats.jsonl (`messages`: the question "What does json.dumps do?", and the first sentence of its
+docstring as answer); pairs.jsonl and valid_pairs.jsonl (`prompt`, `chosen`, and as `rejected` the same words
+in another order); and domain.jsonl, the texts of the corpus about files. Sources are read, not run. Nothing
+is downloaded. The same Python version writes the same bytes.
 """  # noqa: W505 (lines to copy)
 
 import ast
@@ -25,15 +25,16 @@ from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.quickstart_data import LEFT_OUT  # noqa: E402
 
-_WORDS = (6, 30)  # of an answer
-PAIRS = 800  # a reference is scored for each, which takes a CPU longer than the training
-_VALIDATION_INTERVAL = 12  # one pair of so many is kept for validation
+_WORDS = (6, 30)  # fewest and most words of an answer
+PAIRS = 800  # a reference model scores each pair, which takes a CPU longer than the training
+_VALIDATION_INTERVAL = 12  # one of so many pairs is for validation
 _DOMAIN = re.compile(r"\b(file|files|path|directory)\b")
 
 
 def answers() -> Iterator[tuple[str, str]]:
-    """Yields (name, first sentence of its docstring) of the public functions and classes of the standard
-    library."""
+    """Yields (name, first sentence of the docstring) of the standard library's public functions and classes.
+
+    Sentences with fewer than 6 or more than 30 words are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -57,7 +58,7 @@ def _documented_names(prefix: str, node: ast.Module | ast.ClassDef) -> Iterator[
 
 
 def _shuffled(sentence: str, seed: str) -> str:
-    """Returns the words of a sentence in another order. The same sentence and seed always give the same
+    """Returns the words of a sentence in another order; the same sentence and seed always give the same
     order."""
     words = sentence.split()
     while " ".join(words) == sentence:
@@ -77,7 +78,8 @@ def _write(path: Path, rows: list[dict[str, object]]) -> None:
 def write(corpus: Path, folder: Path) -> None:
     """Writes chats.jsonl, pairs.jsonl, valid_pairs.jsonl and domain.jsonl into `folder`.
 
-    Half of the answers become chats; PAIRS of the other half become pairs."""
+    Half of the questions become chats; 800 of the other half become pairs. corpus: corpus.jsonl of
+    tools/quickstart_data.py, from which the domain texts are chosen."""
     answer_by_question = {f"What does {name} do?": sentence for name, sentence in answers()}
     items = sorted(answer_by_question.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
     chats, pair_items = items[: len(items) // 2], items[len(items) // 2 :][:PAIRS]
@@ -102,7 +104,7 @@ def write(corpus: Path, folder: Path) -> None:
 def main() -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="corpus.jsonl of tools/quickstart_data.py")
-    parser.add_argument("--folder", type=Path, required=True, help="where to")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the written files")
     options = parser.parse_args()
     write(options.corpus, options.folder)
 

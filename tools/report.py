@@ -1,11 +1,13 @@
-"""Write a page of one training run, or of several beside each other: curves, events, configuration, data, samples.
+"""Writes a report on one or more training runs as one page of HTML: curves, events, configuration, data,
+samples.
 
-    python tools/report.py checkpoints/a                       (checkpoints/a/report.html)
-    python tools/report.py checkpoints/a/logs --html a.html    (a run's log folder; its metrics.jsonl will do, too)
-    python tools/report.py checkpoints/a checkpoints/b         (compared in ./report.html, with the keys that differ)
+    python tools/report.py checkpoints/a                       (writes checkpoints/a/report.html)
+    python tools/report.py checkpoints/a/logs --html a.html    (a run may be given by its log folder or
+    metrics.jsonl) python tools/report.py checkpoints/a checkpoints/b         (compares two runs in
+    ./report.html)
 
-The page is one file that needs no network. `report: true` in a configuration writes it at the end of every run.
-"""  # noqa: W505 (lines to copy)
+The page needs no network access. With `report: true` in its configuration, a run writes its report when it
+ends."""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys
@@ -25,8 +27,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("run", nargs="+", help="`save` of a run, its log folder, or its metrics.jsonl")
     parser.add_argument(
         "--html", nargs="?", metavar="FILE",
-        help="page to write (report.html in `save`, or in the log folder of a run that saves into a bucket; of "
-        "several runs in the current folder)",
+        help="page to write (default: report.html in the run's `save`, in its log folder if it saves into a bucket, or "
+        "in the current folder for several runs)",
     )  # fmt: skip
     return parser.parse_args(argv)
 

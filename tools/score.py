@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Score texts, conversations or pairs of answers with a reward model.
+"""Scores texts, conversations or pairs of answers with a reward model.
 
     python tools/score.py --model checkpoints/reward --input pairs.jsonl --output scores.jsonl
-    torchrun --nproc-per-node 2 tools/score.py --model checkpoints/reward --tp 2 --input chats.jsonl --output s.jsonl
+    torchrun --nproc-per-node 2 tools/score.py --model checkpoints/reward --tp 2 --input chats.jsonl --output
+    s.jsonl
 
-A model is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
---iteration) or one global_stepN. Rows are {"chosen", "rejected"} (with a `prompt` or as whole conversations),
-{"messages"}, {"prompt", "completion"} or {"text"}; they become tokens as
-tools/datasets/preprocess_data_with_chat_template.py makes them, with the end that it adds. The output has a
-line for each row: {"score", "tokens"}, of pairs {"chosen", "rejected", "margin", "tokens"}. Of pairs accuracy,
-margin, loss and calibration are printed, and drawn beside the output.
+MODEL is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
+--iteration) or one global_stepN. Rows are {"chosen", "rejected"} (with a `prompt`, or as full conversations),
+{"messages"}, {"prompt", "completion"} or {"text"}. They are tokenised as by
+tools/datasets/preprocess_data_with_chat_template.py, including the end token that it adds. The output has one
+line per row: {"score", "tokens"}, or for pairs {"chosen", "rejected", "margin", "tokens"}. For pairs,
+accuracy, margin, loss and calibration are printed, and the calibration is plotted beside the output.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -37,34 +38,52 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="PATH[=WEIGHT]",
-        help="adapters over MODEL; repeated: their sum",
+        help="LoRA adapters to add to MODEL, with a factor (default: 1); repeat to add several",
     )
-    parser.add_argument("--iteration", type=int, metavar="N", help="where MODEL is a folder of checkpoints")
-    parser.add_argument("--input", required=True, help="JSONL, Parquet, ...: what the preprocess commands read")
-    parser.add_argument("--split", help="of a dataset that has several: test, train[:10%%]")
-    parser.add_argument("--subset", help="configuration of a HuggingFace dataset that has several")
-    parser.add_argument("--output", required=True, type=Path, help="JSONL, written when all is scored")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="calibration of pairs (OUTPUT with .png)")
     parser.add_argument(
-        "--jsonl-keys", nargs="+", metavar="KEY", help="columns; unset: chosen rejected, messages, completion or text"
+        "--iteration", type=int, metavar="N", help="checkpoint to use if MODEL is a folder of them (default: latest)"
     )
-    parser.add_argument("--tokenizer-path", help="folder or Hub name of the tokenizer; unset: the model's own")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template in the place of the tokenizer's")
-    parser.add_argument("--date", default=date.today().isoformat(), help="what templates take for today")
+    parser.add_argument(
+        "--input", required=True, help="rows to score: JSONL, Parquet or another input of the preprocess commands"
+    )
+    parser.add_argument("--split", help="split of a dataset that has several, such as test or train[:10%%]")
+    parser.add_argument("--subset", help="configuration of a HuggingFace dataset that has several")
+    parser.add_argument("--output", required=True, type=Path, help="JSONL file, written when all rows are scored")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot of the calibration of pairs (default: OUTPUT with .png)"
+    )
+    parser.add_argument(
+        "--jsonl-keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys or columns to score (default: chosen rejected, messages, completion or text, whichever exists)",
+    )
+    parser.add_argument("--tokenizer-path", help="folder or Hub name of the tokenizer (default: the model's own)")
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja chat template, instead of the tokenizer's own")
+    parser.add_argument(
+        "--date", default=date.today().isoformat(), help="date that chat templates use as today (default: current date)"
+    )
     parser.add_argument(
         "--overlong", choices=("refuse", "truncate_left", "drop"), default="refuse",
-        help="rows longer than the model's positions: an error, without their beginning, or with null as scores",
+        help="for rows longer than the model's positions: stop with an error (default), remove their beginning, or "
+        "write null as score",
     )  # fmt: skip
-    parser.add_argument("--precision", choices=("fp32", "bfloat16", "fp16"), help="unset: as the weights are stored")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="rows of a forward; unset: what memory allows")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (1)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bfloat16", "fp16"), help="dtype of the model (default: as it is stored)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="rows of a forward pass (default: as many as fit into memory)"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")
     return parser.parse_args(argv)
 
 
 def plot(report: "PairReport", path: Path) -> None:
-    """Draw how well pairs are calibrated: predicted probability against the share of pairs ranked
-    correctly."""
+    """Plots the calibration of scored pairs to the file `path`.
+
+    x is the predicted probability that the answer with the higher score is the chosen one; y is the share of
+    pairs in which it is."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,7 +106,7 @@ def plot(report: "PairReport", path: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Score the rows of the command line."""
+    """Scores the rows of --input with --model, on this rank; rank 0 writes the output and plots pairs."""
     from torch.distributed import destroy_process_group
 
     from megatron.generation.scoring.reward_file import ScoreJob, load_reward_model, reward_model_args, score_file
@@ -117,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on this rank; returns its exit code."""
+    """Runs the command line of tools/score.py on this rank. Returns 0, or 1 after an error."""
     options = parse(argv)
     from megatron.neox_arguments import UserError
 

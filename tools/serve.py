@@ -1,6 +1,10 @@
 #!/usr/bin/env python
-"""Answer OpenAI's API with a model: `python tools/serve.py -d configs a.yml --port 8000`, or on several ranks
-`python deepy.py tools/serve.py a.yml`; `--hf-model DIR` takes a HuggingFace model as it is."""
+"""Serves a model over HTTP with OpenAI's API.
+
+    python tools/serve.py -d configs a.yml --port 8000      # on one rank
+    python deepy.py tools/serve.py a.yml                    # on several ranks
+
+With `--hf-model DIR` it serves a HuggingFace model without a configuration."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +22,7 @@ from megatron.process import (  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server on this rank; returns the exit code."""
+    """Runs the server on this rank until it is stopped. Returns 0, or 1 after an error."""
     from megatron.launch import enter
 
     show_stacks_on_signal()  # before anything slow is imported
@@ -38,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
-    """Returns the configuration keys that `--hf-model` sets."""
+    """Returns the configuration keys of the HuggingFace model that `--hf-model` names."""
     from megatron.generation.from_huggingface import hf_model_keys
 
     return hf_model_keys(name)

@@ -1,4 +1,6 @@
-"""Defaults of the command-line tools from the site that NEOX_SITE names (docs/slurm.md)."""
+"""Reads defaults of the command-line tools from the file of the site (cluster) that NEOX_SITE names.
+
+docs/slurm.md describes the file."""
 
 import argparse
 import sys
@@ -9,9 +11,9 @@ from megatron.launch.site import site_variables
 
 
 def site_defaults(parser: argparse.ArgumentParser | None = None) -> dict[str, str]:
-    """Returns the variables of the site that NEOX_SITE names; {} if it names none.
+    """Returns the variables in the file of the site that NEOX_SITE names; {} if NEOX_SITE is unset.
 
-    If the site's file cannot be read, the command ends with a one-line error, printed by `parser` if given.
+    If the file cannot be read, the program exits with an error message, printed by `parser` if given.
     """
     try:
         return site_variables()

@@ -117,7 +117,10 @@ def test_damaged_folders_are_named(harm, message: str, tmp_path: Path):
 
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     pack_npy.main([str(A), str(tmp_path / "rows"), "--seq-length", "32", "--rows-per-shard", "100"])
-    assert capsys.readouterr().out == f"{tmp_path}/rows: 214 rows of 33 tokens; the last 12 tokens fill none\n"
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path}/rows: 214 rows of 33 tokens; the last 12 tokens do not fill a row and were left out\n"
+    )
     assert len(open_dataset(tmp_path / "rows").data_files) == 3
     with pytest.raises(SystemExit, match=r"^pack_npy\.py: error: .*rows: exists already"):
         pack_npy.main([str(A), str(tmp_path / "rows"), "--seq-length", "32"])

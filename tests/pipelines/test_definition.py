@@ -104,7 +104,7 @@ def test_words_for_sbatch_and_damaged_states_are_refused(capsys, tmp_path, monke
     assert parse(["run", "p", "--slurm", "--", "--time=1"]).sbatch_options == ["--time=1"]
     folder = write_small(tmp_path / "p")
     for text, message in (
-        ('{"version": 1, "sta', "pipeline_state.json: cannot be read"),
+        ('{"version": 1, "sta', "pipeline cannot be read"),
         ('{"version": 9, "stages": {}}', "has version 9"),
     ):
         (folder / "pipeline_state.json").write_text(text)

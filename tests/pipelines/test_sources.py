@@ -123,7 +123,7 @@ def test_a_server_that_cannot_go_on_gives_all_again(tmp_path, server):
 
 
 def test_another_content_is_refused_and_goes(tmp_path, server):
-    with pytest.raises(PipelineError, match=f"has SHA-256 {DIGEST}, not 0000"):
+    with pytest.raises(PipelineError, match=f"has SHA-256 {DIGEST}, but .* 0000"):
         fetch(tmp_path, url_source(server, "0" * 64))
     assert not [path for path in (tmp_path / "data/raw").iterdir() if "x.bin" in path.name]
 

@@ -245,7 +245,7 @@ def test_the_fork_s_sft_follows_a_run_of_gpt_neox(tmp_path: Path, monkeypatch: p
     (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "configuration of its model"),
     (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "already exists"),
     (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
-    (lambda folder: None, ["--variant", "a/b"], "--variant a/b: becomes part of names"),
+    (lambda folder: None, ["--variant", "a/b"], "--variant a/b: is part of the file's name"),
 ], ids=["latest", "configs", "target", "filtering", "variant"])  # fmt: skip
 def test_new_config_refuses(
     spoil: Callable[[Path], object], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -205,9 +205,7 @@ def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_inspect_reads_neox_and_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     inspect_checkpoints.main([str(checkpoint("neox_pp2_mp2")), "--match", "layer_03-model_01"])
     output = capsys.readouterr().out
-    assert (
-        "without manifest.json" in output and "attention.query_key_value.weight" in output and "layer_04" not in output
-    )
+    assert "no manifest.json" in output and "attention.query_key_value.weight" in output and "layer_04" not in output
 
     class Evil:
         def __reduce__(self) -> tuple[Any, tuple[str]]:

@@ -34,7 +34,7 @@ def test_merging_equals_tokenising_together(tmp_path: Path, monkeypatch, capsys:
     write_dataset(work_folder / "b_text_document", [4])
     for folder, output in (("./", work_folder / "all"), (work_folder, "all"), (".", "./all")):
         merge_datasets.main(["--input", str(folder), "--output-prefix", str(output)])
-        assert "3 documents, 9 tokens of 2 pairs" in capsys.readouterr().out
+        assert "3 documents, 9 tokens from 2 pairs" in capsys.readouterr().out
 
 
 def test_merging_keeps_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -48,7 +48,7 @@ def test_merging_keeps_documents(tmp_path: Path, capsys: pytest.CaptureFixture[s
     merged = IndexedDataset(tmp_path / "all")
     assert merged.doc_idx.tolist() == [0, 1, 1, 2, 2, 3] and merged.sizes.tolist() == [3, 2, 4]
     assert (tmp_path / "b_text_document.idx").read_bytes() == index
-    assert "5 documents, 9 tokens of 3 pairs" in capsys.readouterr().out
+    assert "5 documents, 9 tokens from 3 pairs" in capsys.readouterr().out
 
 
 def test_what_cannot_be_merged(tmp_path: Path):

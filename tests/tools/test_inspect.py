@@ -58,7 +58,7 @@ def in_browser(page: Path, folder: Path) -> list[list[dict]]:
 
 def test_page_in_a_browser(tmp_path: Path):
     page = tmp_path / "chat.html"
-    assert inspect(CHAT, "--vocab-file", TOKENIZER, "--samples", 24, "--html", page) == f"page: {page}\n"
+    assert inspect(CHAT, "--vocab-file", TOKENIZER, "--samples", 24, "--html", page) == f"wrote the page: {page}\n"
     content = page.read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)|url\(|https?://|<script', content), "needs nothing else"
     tokenizer, text = HFTokenizer(TOKENIZER), IndexedDataset(CHAT)

@@ -75,10 +75,10 @@ def test_a_job_without_a_log(name: str | None, message: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["list", "--since", "7x"], "'7x' is not a time; write 90m, 12h or 7d"),
+    (["list", "--since", "7x"], "'7x' is not a time; write it like 90m, 12h or 7d"),
     (["watch", "--interval", "0"], "'0': expected seconds, more than 0"),
     (["submit", "a.yml", "--nodes", "0"], "'0': expected a whole number of 1 or more"),
-    (["list", "--", "--time=1"], "only submit accepts sbatch options after --"),
+    (["list", "--", "--time=1"], "only submit accepts sbatch options after --; remove them"),
 ])  # fmt: skip
 def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:

@@ -46,7 +46,7 @@ def save(tmp_path: Path) -> Path:
 def test_a_run(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run_path in (save, save / "logs", save / "logs" / "memory_parts.json"):
         assert main([str(run_path)]) == 0
-        assert capsys.readouterr() == (TABLE, f"picture: {save / 'logs' / 'memory_parts.png'}\n")
+        assert capsys.readouterr() == (TABLE, f"wrote the picture: {save / 'logs' / 'memory_parts.png'}\n")
     picture = save / "logs" / "memory_parts.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
@@ -64,7 +64,7 @@ def test_mistakes(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         return error
 
     file = save / "logs" / "memory_parts.json"
-    assert "is a run's folder; give it alone, without --set" in error_of(save, "--set", "precision=fp32")
+    assert "is the folder of a run; give it alone, without --set" in error_of(save, "--set", "precision=fp32")
     for content in ("[]", "{}"):
         file.write_text(content)
         assert f"{file}: " in error_of(save)
@@ -74,7 +74,7 @@ def test_mistakes(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "nothing.yml: no such file" in error_of(tmp_path / "nothing.yml")
     with pytest.raises(SystemExit):
         main([str(tmp_path / "a.yml"), "--iterations", "1"])
-    assert "--iterations: at least 2; the first step makes the optimizer's states" in capsys.readouterr().err
+    assert "--iterations must be at least 2, because the first step" in capsys.readouterr().err
 
 
 def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

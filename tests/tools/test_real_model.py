@@ -64,5 +64,5 @@ def test_another_package_is_refused(package: Path, tmp_path: Path, monkeypatch: 
     assert not list((tmp_path / "cache").iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(real_model, "find_spec", lambda name: None if name == "gguf" else name)
-        with pytest.raises(DataError, match=r"gguf not installed; pip install 'neox\[dev\]'"):
+        with pytest.raises(DataError, match=r"gguf not installed; install: pip install 'neox\[dev\]'"):
             real_model.build(tmp_path / "cache", lambda line: None)

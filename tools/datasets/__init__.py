@@ -1,1 +1,1 @@
-"""Dataset preparation commands, with the names and flags of GPT-NeoX."""
+"""Commands that clean, tokenise, inspect and check datasets, with the names and flags of GPT-NeoX."""

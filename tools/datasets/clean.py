@@ -1,15 +1,16 @@
-"""Clean and deduplicate raw text before it is tokenised: repairs, quality rules, exact and near duplicates,
-contamination, a split. Every document that goes is counted by reason.
+"""Cleans and deduplicates raw text before it is tokenised, and counts every dropped document by reason.
 
     python tools/datasets/clean.py raw/*.jsonl.zst clean --recipe gopher,c4,fineweb --workers 8
-    python tools/datasets/clean.py raw clean --language en --recipe gopher,fineweb --set c4.min_num_sentences=3 \\
-        --exact document,line --minhash --keep longest --decontaminate piqa.jsonl arc/ --validation 0.005
-    python tools/datasets/preprocess_data.py --input clean --split train --output-prefix data/mine ...
+    python tools/datasets/clean.py raw clean --language en --recipe gopher,fineweb --set
+        c4.min_num_sentences=3 \\ --exact document,line --minhash --keep longest --decontaminate piqa.jsonl
+    arc/ --validation 0.005 python tools/datasets/preprocess_data.py --input clean --split train
+    --output-prefix data/mine ...
 
-Without --recipe, --exact and --minhash texts are repaired and nothing else. OUT gets train-*-of-* (and
-validation-*), report.html and metadata.json. The result does not depend on --workers, on how the input lies
-in files, or on --device. An interrupted job resumes when you run the same command again. docs/cleaning.md
-says what each rule is.
+It can repair texts, apply quality rules, drop exact and near duplicates and contaminated documents, and split
+off a validation set. Without --recipe, --exact and --minhash it only repairs texts. OUT gets train-*-of-*
+(and validation-*), report.html and metadata.json. The result does not depend on --workers, on --device, or on
+how documents are distributed over input files. An interrupted job resumes when you run the same command
+again. docs/cleaning.md explains each rule.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -41,87 +42,114 @@ _MB = 1 << 20
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     parser.add_argument("input", nargs="+", metavar="IN", help=INPUT_HELP.replace("separated by commas", "several"))
-    parser.add_argument("output", type=Path, metavar="OUT", help="a folder, which is made")
+    parser.add_argument("output", type=Path, metavar="OUT", help="folder for the result, created if missing")
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="the key or column that holds the text (text)"
+        "--text-key", default="text", metavar="KEY", help="key or column that holds the text (default: text)"
     )
     add_choice_flags(parser)
     per_document = parser.add_argument_group("each document by itself")
     per_document.add_argument(
         "--normalize", type=_names, default=tuple(NORMALIZATIONS), metavar="NAMES",
-        help=f"of {','.join(NORMALIZATIONS)} (all): wrongly decoded text, Unicode's form C, control characters; none",
+        help=f"repairs to make: {','.join(NORMALIZATIONS)} (wrongly decoded text, Unicode normal form C, control "
+        "characters; default: all), or none",
     )  # fmt: skip
     per_document.add_argument(
-        "--language", type=_names, metavar="CODES", help="drop other languages than these, as en,de"
+        "--language", type=_names, metavar="CODES", help="drop documents in other languages than these, such as en,de"
     )
     per_document.add_argument(
         "--language-threshold", type=_share, default=Language().threshold, metavar="P",
-        help=f"drop where the model is less sure ({Language().threshold})",
+        help=f"drop documents whose language is less probable than P (default: {Language().threshold})",
     )  # fmt: skip
     per_document.add_argument(
         "--recipe", type=_names, default=(), metavar="NAMES",
-        help=f"rules, in this order: gopher (both of its), {', '.join(RULES)}",
+        help=f"quality rules to apply, in this order: gopher (both gopher rules), {', '.join(RULES)}",
     )  # fmt: skip
     per_document.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="RULE.KEY=VALUE", help="other thresholds"
+        "--set", nargs="+", action="extend", default=[], metavar="RULE.KEY=VALUE", help="change thresholds of rules"
     )
     per_document.add_argument(
-        "--word-language", default="en", metavar="CODE", help="whose rules of spaCy split words (en)"
+        "--word-language", default="en", metavar="CODE", help="language whose spaCy rules split words (default: en)"
     )
     per_document.add_argument(
         "--mask-personal", action="store_true", help="replace e-mail addresses and public IPv4 addresses"
     )
     per_document.add_argument(
-        "--decontaminate", nargs="+", metavar="IN", help="drop documents that share a run of words with these sets"
+        "--decontaminate", nargs="+", metavar="IN", help="drop documents that share an n-gram of words with these sets"
     )
     per_document.add_argument(
-        "--decontaminate-ngrams", type=_count, default=13, metavar="N", help="words of such a run (13)"
+        "--decontaminate-ngrams",
+        type=_count,
+        default=13,
+        metavar="N",
+        help="words of an n-gram for --decontaminate (default: 13)",
     )
     deduplication = parser.add_argument_group("all documents together")
-    deduplication.add_argument("--exact", type=_names, default=(), metavar="SCOPES", help=f"of {','.join(SCOPES)}")
+    deduplication.add_argument(
+        "--exact", type=_names, default=(), metavar="SCOPES", help=f"drop exact duplicates of {','.join(SCOPES)}"
+    )
     deduplication.add_argument(
         "--exact-min-chars", type=_count, default=20, metavar="N",
-        help="paragraphs and lines of fewer characters are no duplicates (20)",
+        help="paragraphs and lines with fewer characters are never duplicates (default: 20)",
     )  # fmt: skip
-    deduplication.add_argument("--minhash", action="store_true", help="near-duplicates by MinHash of runs of words")
+    deduplication.add_argument(
+        "--minhash", action="store_true", help="drop near-duplicates, found by MinHash of n-grams of words"
+    )
     method = MinHash()
     for key, words in (
-        ("ngrams", "words of a run"), ("bands", "bands of a signature"), ("rows", "values of a band"),
-        ("seed", "of the hash functions"),
+        ("ngrams", "words of an n-gram"), ("bands", "bands of a signature"), ("rows", "values of a band"),
+        ("seed", "seed of the hash functions"),
     ):  # fmt: skip
         value = getattr(method, key)
         deduplication.add_argument(
-            f"--minhash-{key}", type=_count, default=value, metavar="N", help=f"{words} ({value})"
+            f"--minhash-{key}", type=_count, default=value, metavar="N", help=f"{words} (default: {value})"
         )
     deduplication.add_argument(
-        "--keep", choices=["first", "longest", "best"], default="first", help="which of a cluster stays (first)"
+        "--keep",
+        choices=["first", "longest", "best"],
+        default="first",
+        help="which document of a cluster of near-duplicates stays (default: first)",
     )
-    deduplication.add_argument("--score", metavar="KEY", help="of --keep best: the number that is best when largest")
     deduplication.add_argument(
-        "--jaccard", type=_share, metavar="S", help="check pairs: below this true similarity they are no duplicates"
+        "--score", metavar="KEY", help="for --keep best: key of a number; the document with the largest number stays"
+    )
+    deduplication.add_argument(
+        "--jaccard",
+        type=_share,
+        metavar="S",
+        help="compute the true Jaccard similarity of each pair; below S they are no duplicates",
     )
     deduplication.add_argument(
         "--device",
         default="cpu",
         metavar="NAME",
-        help="where signatures are computed: cpu (numpy), cuda, cuda:1 (torch)",
+        help="device that computes MinHash signatures: cpu (numpy), cuda or cuda:1 (torch)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--validation", type=_share, default=0.0, metavar="P", help="this share into validation-* (0)")
-    output.add_argument("--seed", type=int, default=0, metavar="N", help="of that choice, by a hash of the text (0)")
-    output.add_argument("--format", choices=FORMATS, default="jsonl.zst", help="of the files (jsonl.zst)")
     output.add_argument(
-        "--file-mb", type=_count, default=1024, metavar="N", help="text of a file, in 2^20 characters (1024)"
+        "--validation", type=_share, default=0.0, metavar="P", help="share of documents for validation-* (default: 0)"
     )
     output.add_argument(
-        "--keep-rejected", action="store_true", help="write what goes into OUT/rejected, with its reason"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the choice of validation documents, by a hash of the text (default: 0)",
+    )
+    output.add_argument(
+        "--format", choices=FORMATS, default="jsonl.zst", help="format of the written files (default: jsonl.zst)"
+    )
+    output.add_argument(
+        "--file-mb", type=_count, default=1024, metavar="N", help="text per file, in 2^20 characters (default: 1024)"
+    )
+    output.add_argument(
+        "--keep-rejected", action="store_true", help="write dropped documents to OUT/rejected, with the reason"
     )
     output.add_argument("--overwrite", action="store_true", help="replace the result of another job in OUT")
     work = parser.add_argument_group("work")
-    work.add_argument("--workers", type=_count, default=1, metavar="N", help="processes (1)")
+    work.add_argument("--workers", type=_count, default=1, metavar="N", help="number of processes (default: 1)")
     work.add_argument(
         "--on-error", choices=["stop", "skip"], default="stop",
-        help="a row that cannot be read stops the job, or is left out and counted (stop)",
+        help="for a row that cannot be read: stop the job, or skip and count the row (default: stop)",
     )  # fmt: skip
     return parser.parse_args(argv)
 
@@ -147,11 +175,13 @@ def _share(text: str) -> float:
 
 
 def options_of(flags: argparse.Namespace) -> CleaningOptions:
-    """Builds the options from the flags. Raises DataError for flags that contradict each other."""
+    """Returns the cleaning options that the command-line flags describe.
+
+    Raises DataError for flags that contradict each other."""
     for flag, requested, choices in (("normalize", flags.normalize, NORMALIZATIONS), ("exact", flags.exact, SCOPES)):
         wrong = [name for name in requested if name not in choices]
         if wrong:
-            raise DataError(f"--{flag}: unknown {', '.join(wrong)}; choose from {', '.join(choices)}")
+            raise DataError(f"--{flag}: unknown name {', '.join(wrong)}; choose from {', '.join(choices)}")
     if (flags.keep == "best") != (flags.score is not None):
         raise DataError("--keep best and --score KEY need each other; give both or neither")
     if not flags.minhash and (flags.keep != "first" or flags.jaccard is not None or flags.device != "cpu"):
@@ -193,7 +223,8 @@ def options_of(flags: argparse.Namespace) -> CleaningOptions:
 
 
 def resources_of(flags: argparse.Namespace) -> Resources:
-    """Returns workers and device. Raises DataError for a device that torch cannot use."""
+    """Returns the number of workers and the device from the flags. Raises DataError if torch cannot use the
+    device."""
     if flags.device == "cpu":
         return Resources(flags.workers)
     import torch
@@ -206,7 +237,9 @@ def resources_of(flags: argparse.Namespace) -> Resources:
 
 
 class Progress:
-    """Prints the rate and the remaining time every few seconds; on a terminal it rewrites the line."""
+    """Prints progress, rate and remaining time of a cleaning job every few seconds, when called.
+
+    On a terminal it rewrites the line in place."""
 
     def __init__(self) -> None:
         self._name, self._started_at, self._printed_at = "", 0.0, 0.0
@@ -229,15 +262,16 @@ class Progress:
             rate = (progress.documents - progress.resumed) / seconds
             parts = [f"{progress.documents:,} documents", *parts, f"{rate:,.0f} documents/s"]
         parts += [f"{time.strftime('%H:%M:%S', time.gmtime(left))} left"]
-        parts += [f"{progress.resumed:,} of an earlier run"] if progress.resumed else []
+        parts += [f"{progress.resumed:,} from an earlier run"] if progress.resumed else []
         line = f"{progress.name}: {', '.join(parts)}"
         print(f"\r{line}\033[K" if self._terminal else line, end="\n" if ends or not self._terminal else "", flush=True)
 
 
 def report(result: CleaningResult, output: Path) -> None:
-    """Prints the counts of kept and dropped documents, notes, and the path of the report."""
+    """Prints the result of a cleaning job: counts of kept and dropped documents, notes, path of the
+    report."""
     if result.existed:
-        print(f"{output}: made by this command before, nothing to do")
+        print(f"{output}: nothing to do: the same command has already written the result")
     for name, count in result.documents.items():
         if count:
             print(f"{name}: {count:,} documents, {result.chars[name]:,} characters")
@@ -245,7 +279,7 @@ def report(result: CleaningResult, output: Path) -> None:
         print(f"dropped, {reason}: {count:,}")
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"{output}/report.html shows what went")
+    print(f"{output}/report.html shows what was dropped, with examples")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -254,7 +288,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options, resources = options_of(flags), resources_of(flags)
         for item in (*flags.input, *(flags.decontaminate or ())):
             if Path(item).is_dir() and flags.output.resolve().is_relative_to(Path(item).resolve()):
-                raise DataError(f"{flags.output}: is inside input {item}; a next run would read it; choose another OUT")
+                raise DataError(
+                    f"{flags.output}: OUT is inside the input {item}, so a next run would read it; choose another OUT"
+                )
         files = resolve(flags.input, flags.split, flags.subset)
         evaluation = resolve(flags.decontaminate, "all") if flags.decontaminate else []
         arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
@@ -262,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DataError as problem:
         sys.exit(f"clean.py: error: {problem}")
     except KeyboardInterrupt:
-        sys.exit("clean.py: stopped; the same command goes on from there")
+        sys.exit("clean.py: stopped; run the same command again to continue")
     report(result, flags.output)
 
 

@@ -1,4 +1,4 @@
-"""Write the rows of any input that preprocess_data.py reads as one Parquet file.
+"""Converts any input that preprocess_data.py reads to one Parquet file.
 
 python tools/datasets/convert.py data.jsonl data.parquet
 """
@@ -18,12 +18,14 @@ from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
-GROUP_BYTES = 32 << 20  # of input in a row group, and in memory
+GROUP_BYTES = 32 << 20  # bytes of input in a row group, which is held in memory
 
 
 def tables(files: Sequence[InputFile]) -> Iterator[Any]:
-    """Yields the rows in groups of about GROUP_BYTES, as Arrow tables. A bare text becomes the column
-    `text`."""
+    """Yields the rows of files as Arrow tables of about 32 MiB of input each.
+
+    A row that is a text becomes the column `text`. Raises DataError for a row that is neither object nor
+    text."""
     import pyarrow
 
     rows: list[dict] = []
@@ -33,7 +35,7 @@ def tables(files: Sequence[InputFile]) -> Iterator[Any]:
         if isinstance(value, str):
             value = {"text": value}
         if not isinstance(value, dict):
-            raise DataError(f"{row.location()}: expected an object with columns, not {type(value).__name__}")
+            raise DataError(f"{row.location()}: expected an object with keys, or a text, got {type(value).__name__}")
         rows.append(value)
         size += row.size
         if size >= GROUP_BYTES:
@@ -44,7 +46,8 @@ def tables(files: Sequence[InputFile]) -> Iterator[Any]:
 
 
 def _schema(rows: list[dict]) -> Any:
-    """Returns the schema of all columns of all rows; pyarrow would look at the first row only."""
+    """Returns an Arrow schema of the columns of all rows; pyarrow by itself would use only the first row's
+    columns."""
     import pyarrow
 
     names = dict.fromkeys(name for row in rows for name in row)
@@ -52,15 +55,17 @@ def _schema(rows: list[dict]) -> Any:
 
 
 def convert(source: str, target: Path, split: str | None = None, subset: str | None = None) -> int:
-    """Write the rows of `source` as one Parquet file; returns the number of rows. Raises DataError.
+    """Writes the rows of `source` to the Parquet file `target`. Returns the number of rows.
 
     Reads the input twice: for the types of the columns, then for the rows. Memory holds one row group.
+    split, subset: as the flags --split and --subset. Raises DataError if `source` cannot be read or
+    converted.
     """
     try:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise DataError("writing Parquet needs the pyarrow package (pip install pyarrow)") from None
+        raise DataError("writing Parquet needs the package pyarrow; install: pip install pyarrow") from None
     if target.suffix != ".parquet":
         raise DataError(f"{target}: the output name must end in .parquet")
     files, unfinished, count = resolve([source], split, subset), temporary(target), 0
@@ -89,7 +94,7 @@ def convert(source: str, target: Path, split: str | None = None, subset: str | N
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("input", help="what --input of preprocess_data.py may be")
+    parser.add_argument("input", help="file, folder or dataset, as for --input of preprocess_data.py")
     parser.add_argument("output", type=Path, help="the .parquet file to write")
     add_choice_flags(parser)
     options = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""The corpora that GPT-NeoX's prepare_data.py knows by name, and where each was published.
+"""Lists the corpora that GPT-NeoX's prepare_data.py knows by name with their URLs, and downloads them.
 
-Many of these addresses are dead or contested by now: a file put into `<data-dir>/<name>/` by any other way is
-used.
+Many of these URLs are dead or contested by now. A file that you put into `<data-dir>/<name>/` yourself is
+used instead of a download.
 """
 
 import http.client
@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.data import DataError
 from megatron.data.files import sync, temporary
 
-TIMEOUT = 30  # seconds without an answer
+TIMEOUT = 30  # seconds without data from the server
 
 GPT2_VOCAB = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json"
 GPT2_MERGES = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt"
@@ -24,7 +24,7 @@ _EAI = "http://eaidata.bmk.sh/data"
 _EYE = "https://the-eye.eu/public/AI"
 _PARTS = f"{_EYE}/pile_preliminary_components"
 
-# name -> address of the raw data; {..} stands for numbered parts
+# URL of the raw data by the name of the corpus; {00..29} stands for numbered parts
 SOURCES = {
     "arxiv": f"{_PARTS}/2020-09-08-arxiv-extracts-nofallback-until-2007-068.tar.gz",
     "books1": f"{_PARTS}/books1.tar.gz",
@@ -49,17 +49,19 @@ SOURCES = {
 
 
 def __getattr__(name: str) -> str:
-    """Raises ImportError for GPT-NeoX's names, to say what replaces them.
+    """Raises ImportError for names that GPT-NeoX's module has but this module lacks; says what replaces them.
 
-    An AttributeError's message would be lost: `from ... import` replaces it by its own.
+    For other names it raises AttributeError, whose message `from ... import` would replace by its own.
     """
     if name in ("DATA_DOWNLOADERS", "prepare_dataset"):
-        raise ImportError(f"{name}: not in this project; use SOURCES of {__name__}, which prepare_data.prepare fetches")
+        raise ImportError(
+            f"{name}: does not exist in this project; use SOURCES of {__name__}, which prepare_data.prepare downloads"
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def parts(address: str) -> list[str]:
-    """Expands an address with numbered parts, as {00..29}, into one address per part."""
+    """Expands a URL that contains numbers such as {00..29} into one URL per number."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", address)
     if numbers is None:
         return [address]
@@ -70,9 +72,10 @@ def parts(address: str) -> list[str]:
 
 
 def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str], None]) -> None:
-    """Downloads a file to `target`, which appears only when it is complete. Raises DataError.
+    """Downloads the file at the URL `address` to `target`, which appears only when it is complete.
 
-    mirror: address of a folder to use instead. report: called with a line of text at the start."""
+    mirror: URL of a folder that has the file under the same name, used instead. report: called with a line of
+    text when the download starts. Raises DataError if it fails."""
     if mirror:
         address = f"{mirror.rstrip('/')}/{address.rsplit('/', 1)[1]}"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +92,8 @@ def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str]
     except (OSError, http.client.HTTPException, ValueError) as problem:
         reason = getattr(problem, "reason", None) or problem
         raise DataError(
-            f"{address} cannot be fetched ({reason}); put the file at {target} by other means, or name another folder "
-            "that holds it with --mirror URL"
+            f"{address}: cannot be downloaded ({reason}); put the file at {target} by other means, or name another "
+            "folder that holds it with --mirror URL"
         ) from None
     finally:
         unfinished.unlink(missing_ok=True)

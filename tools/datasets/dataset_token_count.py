@@ -1,4 +1,5 @@
-"""Count documents and tokens of datasets: `.bin/.idx` pairs, old ones too, and folders of `.npy` files.
+"""Counts documents and tokens of datasets: `.bin/.idx` pairs, also in older formats, and folders of `.npy`
+files.
 
 python tools/datasets/dataset_token_count.py data/a_text_document data/b_text_document.idx
 """
@@ -16,7 +17,9 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("paths", nargs="+", help="prefixes, the names of their .bin or .idx files, or folders of .npy")
+    parser.add_argument(
+        "paths", nargs="+", help="datasets: a PREFIX, PREFIX.bin, PREFIX.idx, or a folder of .npy files"
+    )
     options = parser.parse_args(argv)
     documents = tokens = 0
     try:

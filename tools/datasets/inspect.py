@@ -1,7 +1,7 @@
-"""Show what a dataset teaches, as text: see inspect_samples.py, or --help.
+"""Shows samples of a dataset as text, and which tokens are trained: runs inspect_samples.py.
 
-This file has the name of a module of the standard library, and when a tool of this folder runs, Python looks
-here first. If a library then imports `inspect`, this file hands it the module of the standard library.
+This file has the same name as Python's module `inspect`. When a tool in this folder runs, Python looks for
+modules here first. So if a library imports `inspect`, this file loads Python's module in its place.
 """
 
 import os
@@ -13,7 +13,7 @@ if __name__ in ("__main__", "inspect"):
 
 if __name__ == "inspect":
     del sys.modules["inspect"]
-    import inspect  # noqa: F401  the standard library's, which the import system now hands on
+    import inspect  # noqa: F401  Python's own module, which the importing library then gets
 elif __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(_FOLDER)))
     from megatron.process import run_command

@@ -1,11 +1,11 @@
-"""Show what a dataset teaches: its samples as text, coloured by what is trained and what is masked.
+"""Shows samples of a dataset as text, coloured by whether a token is trained or masked.
 
-    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in colour
-    python tools/datasets/inspect.py data/chat_messages_document --vocab-file tokenizer.json \\
-        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training sees them
-    python tools/datasets/inspect.py data/mine_text_document --vocab-file tokenizer.json --stats
+    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in
+    colour python tools/datasets/inspect.py data/chat_messages_document --vocab-file tokenizer.json \\
+        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training
+    sees them python tools/datasets/inspect.py data/mine_text_document --vocab-file tokenizer.json --stats
 
-Labels, rewards and the other side of pairs are found beside the file that is named.
+Labels, rewards and the other answers of pairs are found by their names beside the named file.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -28,28 +28,39 @@ from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="inspect.py", description=__doc__)
-    parser.add_argument("prefix", help="data path without .bin/.idx, or what --output-prefix was")
+    parser.add_argument("prefix", help="dataset: path without .bin/.idx, or the --output-prefix it was written with")
     tokens = parser.add_argument_group("tokenizer")
     add_tokenizer_flags(tokens, "HFTokenizer")
     samples = parser.add_argument_group("samples")
-    samples.add_argument("--samples", type=at_least(1), default=5, help="how many (5)")
-    samples.add_argument("--start", type=at_least(0), default=0, help="the first one (0)")
-    samples.add_argument("--random", type=at_least(0), metavar="SEED", help="a random choice of them instead")
+    samples.add_argument("--samples", type=at_least(1), default=5, help="number of samples to show (default: 5)")
+    samples.add_argument("--start", type=at_least(0), default=0, help="first sample to show (default: 0)")
+    samples.add_argument("--random", type=at_least(0), metavar="SEED", help="show random samples, drawn with this seed")
     samples.add_argument(
         "--seq-length",
         type=at_least(1),
-        help="rows as training packs them, each document by itself; unset: documents as stored",
+        help="show rows of this length, packed as in training (default: show documents as stored)",
     )
     samples.add_argument(
         "--pack-impl", choices=["packed", "pack_until_overflow", "unpacked", "best_fit"], default="packed",
-        help="how documents become rows (packed)",
+        help="how documents are packed into rows, with --seq-length (default: packed)",
     )  # fmt: skip
-    samples.add_argument("--seed", type=int, default=1234, help="of the rows' order (1234, as in training)")
+    samples.add_argument(
+        "--seed", type=int, default=1234, help="seed of the rows' order (default: 1234, as in training)"
+    )
     output = parser.add_argument_group("output")
-    output.add_argument("--html", type=Path, metavar="FILE", help="write the same as one page")
-    output.add_argument("--stats", action="store_true", help="numbers about all documents, and their histogram")
-    output.add_argument("--picture", type=Path, help="with --stats: file of the histogram (PREFIX_lengths.png)")
-    output.add_argument("--color", choices=["auto", "always", "never"], default="auto", help="on a terminal (auto)")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write the samples as a page of HTML")
+    output.add_argument(
+        "--stats", action="store_true", help="print statistics of all documents, and draw a histogram of lengths"
+    )
+    output.add_argument(
+        "--picture", type=Path, help="with --stats: file of the histogram (default: PREFIX_lengths.png)"
+    )
+    output.add_argument(
+        "--color",
+        choices=["auto", "always", "never"],
+        default="auto",
+        help="colours; auto: only on a terminal (default)",
+    )
     return parser.parse_args(argv)
 
 
@@ -58,7 +69,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {minimum}")
         return int(text)
 
     return number
@@ -72,7 +83,7 @@ def chosen(group: list[FileGroup], options: argparse.Namespace) -> Iterator[list
     else:
         source = PackedRows(group[0], options.seq_length, options.pack_impl, options.seed)
     if options.start >= len(source) > 0:
-        raise DataError(f"--start {options.start}: there are only {len(source)} samples, numbered from 0")
+        raise DataError(f"--start {options.start}: the data has only {len(source)} samples, numbered from 0")
     indices: Sequence[int] = range(options.start, min(len(source), options.start + options.samples))
     if options.random is not None:
         indices = sorted(random.Random(options.random).sample(range(len(source)), min(len(source), options.samples)))
@@ -101,11 +112,11 @@ def show(options: argparse.Namespace) -> None:
             print("\n".join(table(column_stats)))
         file = options.picture or Path(f"{options.prefix}_lengths.png")
         publish(file, picture)
-        print(f"histogram: {file}")
+        print(f"wrote the histogram: {file}")
     if options.html is not None:
         text = "".join(page(options.prefix, views, tokenizer, stats, picture))
         publish(options.html, text.encode())
-        print(f"page: {options.html}")
+        print(f"wrote the page: {options.html}")
     elif not options.stats:
         for view in (view for group in views for view in group):
             print(terminal(view, tokenizer, colour))

@@ -1,4 +1,4 @@
-"""Merge all `.bin/.idx` pairs of a folder, in order of their names, into one.
+"""Merges all `.bin/.idx` pairs in a folder into one pair, in the order of their names.
 
 python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/whole
 """
@@ -25,18 +25,24 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedDataset:
-    """Join the pairs `prefixes`, in their order, into the pair `output_prefix`, and open it. Raises DataError
-    if their types differ, or if text is mixed with labels or rewards."""
+    """Concatenates `.bin/.idx` pairs, in the given order, into a new pair, and opens it.
+
+    prefixes, output_prefix: paths without .bin/.idx. Raises DataError if the dtypes of tokens differ, or if
+    text is mixed with labels or rewards."""
     if not prefixes:
         raise DataError("nothing to merge: no pair of .bin and .idx files was found")
     kinds = {next((end for end in COMPANIONS if str(prefix).endswith(end)), "_document"): prefix for prefix in prefixes}
     if len(kinds) > 1:
-        raise DataError(f"{' and '.join(map(str, kinds.values()))} are of different kinds: merge each kind separately")
+        raise DataError(
+            f"{' and '.join(map(str, kinds.values()))} are of different kinds (text, labels, rewards); merge each kind "
+            "separately"
+        )
     sets = [IndexedDataset(prefix) for prefix in prefixes]
     for dataset in sets[1:]:
         if dataset.dtype != sets[0].dtype:
             raise DataError(
-                f"{dataset.prefix} holds {dataset.dtype}, {sets[0].prefix} {sets[0].dtype}: the tokenizers differ"
+                f"{dataset.prefix} holds {dataset.dtype}, but {sets[0].prefix} holds {sets[0].dtype}, so their "
+                "tokenizers differ; preprocess both with one tokenizer"
             )
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     data, index = temporary(data_path(output_prefix)), temporary(index_path(output_prefix))
@@ -58,20 +64,22 @@ def merge(prefixes: Sequence[str | Path], output_prefix: str | Path) -> IndexedD
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--input", type=Path, required=True, help="folder with the pairs")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--match", default="*", help="only pairs of such a name, as *_text_document (*)")
+    parser.add_argument("--input", type=Path, required=True, help="folder with the pairs to merge")
+    parser.add_argument("--output-prefix", required=True, help="path PREFIX; PREFIX.bin and PREFIX.idx are written")
+    parser.add_argument(
+        "--match", default="*", help="merge only pairs whose name matches, such as *_text_document (default: *)"
+    )
     options = parser.parse_args(argv)
     try:
         if not options.input.is_dir():
-            raise DataError(f"{options.input}: no such folder")
-        output = index_path(options.output_prefix).resolve()  # of an earlier run, it is no part of itself
+            raise DataError(f"{options.input}: no such folder; --input must be the folder that has the pairs")
+        output = index_path(options.output_prefix).resolve()  # the result of an earlier run is not merged into itself
         files = [file for file in sorted(options.input.glob(f"{options.match}.idx")) if file.resolve() != output]
         merged = merge([str(file).removesuffix(".idx") for file in files], options.output_prefix)
     except DataError as problem:
         sys.exit(f"merge_datasets.py: error: {problem}")
     size = f"{len(merged.doc_idx) - 1} documents, {len(merged.tokens)} tokens"
-    print(f"{merged.prefix}.bin, .idx: {size} of {len(files)} pairs")
+    print(f"{merged.prefix}.bin, .idx: {size} from {len(files)} pairs")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Write the tokens of a dataset as a folder of .npy files: joined documents, cut into rows of seq_length + 1.
+"""Writes the tokens of a dataset as .npy files: documents are concatenated and cut into rows of seq_length +
+1.
 
     python tools/datasets/pack_npy.py data/x_text_document data/x_rows --seq-length 2048
 
-The folder is a data path like the prefix: with pack_impl: unpacked each row is a sample, with packed they are
-joined.
+Training can use the folder as a data path, like a prefix. With pack_impl: unpacked each row is a sample; with
+packed the rows are concatenated.
 """
 
 import sys
@@ -20,9 +21,9 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__)
     parser.add_argument("prefix", help="dataset: path without .bin/.idx")
-    parser.add_argument("folder", help="folder to write; it must not exist")
-    parser.add_argument("--seq-length", type=int, required=True, help="tokens a sample has; a row has one more")
-    parser.add_argument("--rows-per-shard", type=int, default=1 << 16, help="rows of a file (65536)")
+    parser.add_argument("folder", help="folder to write; it must not exist yet")
+    parser.add_argument("--seq-length", type=int, required=True, help="tokens of a sample; a row has one token more")
+    parser.add_argument("--rows-per-shard", type=int, default=1 << 16, help="rows per file (default: 65536)")
     options = parser.parse_args(argv)
     if options.seq_length < 1 or options.rows_per_shard < 1:
         parser.error("--seq-length and --rows-per-shard must be at least 1")
@@ -32,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except DataError as problem:
         sys.exit(f"pack_npy.py: error: {problem}")
-    print(f"{options.folder}: {rows} rows of {options.seq_length + 1} tokens; the last {num_left} tokens fill none")
+    print(
+        f"{options.folder}: {rows} rows of {options.seq_length + 1} tokens; the last {num_left} tokens do not fill "
+        "a row and were left out"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokenise text into `.bin/.idx` pairs for training; flags, file names and bytes are GPT-NeoX's.
+"""Tokenises text into `.bin/.idx` pairs for training, with the flags, file names and bytes of GPT-NeoX.
 
     python tools/datasets/preprocess_data.py --input data.jsonl --output-prefix data/mine \\
         --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 8
@@ -22,7 +22,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     data = parser.add_argument_group("input data")
     add_input_flags(data, "text")
-    data.add_argument("--text-column", help="read this key or column instead, into PREFIX_text_document")
+    data.add_argument(
+        "--text-column", help="read this key or column instead of --jsonl-keys, and write PREFIX_text_document"
+    )
     add_text_flags(parser.add_argument_group("tokenizer"))
     add_work_flags(parser)
     return parser.parse_args(argv)

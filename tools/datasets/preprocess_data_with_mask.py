@@ -1,11 +1,10 @@
-"""Tokenise text for training, its beginning masked: labels are -100 up to and with the first
---mask-before-token.
+"""Tokenises text for training with a masked beginning: labels are -100 through the first --mask-before-token.
 
     python tools/datasets/preprocess_data_with_mask.py --input data.jsonl --output-prefix data/mine \\
         --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --mask-before-token 222,34,27
 
-Writes PREFIX_text_document and PREFIX_label_document as GPT-NeoX does. A document without these tokens is
-trained in full, also as in GPT-NeoX; the report counts them.
+It writes PREFIX_text_document and PREFIX_label_document, like GPT-NeoX. A document that does not contain
+these tokens is trained completely, also as in GPT-NeoX; the report says how many there are.
 """
 
 import argparse
@@ -26,21 +25,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
     data = parser.add_argument_group("input data")
     add_input_flags(data, "text")
-    data.add_argument("--mask-before-token", help="token ids, separated by commas, that end what is masked")
+    data.add_argument(
+        "--mask-before-token",
+        help="token ids, separated by commas; each document is masked up to their first occurrence",
+    )
     add_text_flags(parser.add_argument_group("tokenizer"))
     add_work_flags(parser)
     return parser.parse_args(argv)
 
 
 def job_of(options: argparse.Namespace) -> DelimiterJob:
-    """Returns the preprocessing job that the flags describe. Raises DataError for flags that exclude each
-    other."""
+    """Returns the preprocessing job that the command-line flags describe.
+
+    Raises DataError if --mask-before-token is missing or invalid, or for several --jsonl-keys."""
     if not options.mask_before_token:
-        raise DataError("needs --mask-before-token; to tokenize without a mask, use preprocess_data.py")
+        raise DataError("--mask-before-token is missing; to tokenise without a mask, use preprocess_data.py")
     try:
         delimiter = tuple(int(part) for part in options.mask_before_token.split(","))
     except ValueError:
-        raise DataError(f"--mask-before-token {options.mask_before_token}: write token ids, as 222,34,27") from None
+        raise DataError(
+            f"--mask-before-token {options.mask_before_token}: write token ids, separated by commas, such as 222,34,27"
+        ) from None
     if len(options.jsonl_keys) > 1:
         raise DataError("--jsonl-keys: give only one key, because there is only one PREFIX_label_document")
     text = text_job(options, options.jsonl_keys)

@@ -1,4 +1,5 @@
-"""Helpers that the preprocess commands share: flags, progress, the report, one-line errors."""
+"""Provides the preprocess_data*.py commands with common flags, progress lines, the report and error
+messages."""
 
 import argparse
 import json
@@ -17,44 +18,55 @@ from tools.site import site_defaults
 BAD_ROWS = 100
 INPUT_HELP = (
     "files, globs or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; "
-    ".txt and the members of .zip and .tar are one document each; .gz and .zst of these; organisation/name of a "
-    "HuggingFace dataset, or the folder it was cloned to"
+    ".txt files and members of .zip and .tar, which are one document each; all may be compressed (.gz, .zst); also "
+    "organisation/name of a HuggingFace dataset, or the folder of its clone"
 )
 
 
 def add_input_flags(parser: argparse._ArgumentGroup, keys: str) -> None:
-    """Add --input and the flags that choose rows of it; keys: the default of --jsonl-keys."""
+    """Adds --input, --jsonl-keys, --split, --subset and --num-docs. keys: default of --jsonl-keys."""
     parser.add_argument("--input", required=True, help=INPUT_HELP)
     parser.add_argument(
-        "--jsonl-keys", nargs="+", default=[keys], help=f"keys or columns to read, each into its own pair ({keys})"
+        "--jsonl-keys",
+        nargs="+",
+        default=[keys],
+        help=f"keys or columns to read; each gets its own output files (default: {keys})",
     )
     add_choice_flags(parser)
-    parser.add_argument("--num-docs", type=int, help="number of documents, if known: progress then shows a percentage")
+    parser.add_argument(
+        "--num-docs", type=int, help="number of documents, if known; then progress lines show a share of it"
+    )
 
 
 def add_choice_flags(parser: argparse._ActionsContainer) -> None:
-    """Add --split and --subset, which choose rows of a dataset."""
+    """Adds --split and --subset, which choose rows of a dataset."""
     parser.add_argument(
-        "--split", help="of a dataset that has several, in HuggingFace's words: train, train[:10%%], train+test, all"
+        "--split",
+        help="split, as HuggingFace writes it: train, train[:10%%], train+test, all",
     )
     parser.add_argument("--subset", help="configuration of a HuggingFace dataset that has several")
 
 
 def add_tokenizer_flags(parser: argparse._ActionsContainer, default: str | None = None) -> None:
-    """Add --tokenizer-type, which is required without a default, --vocab-file, --merge-file and
-    --eod-token."""
-    kinds, words = (KINDS, default) if default else (None, "a tokenizer_type of the configuration")
+    """Adds --tokenizer-type, --vocab-file, --merge-file and --eod-token.
+
+    default: default of --tokenizer-type; None: the flag is required."""
+    kinds, words = (KINDS, default) if default else (None, "kind of the tokenizer, as the key tokenizer_type")
     parser.add_argument("--tokenizer-type", choices=kinds, default=default, required=default is None, help=words)
     parser.add_argument(
         "--vocab-file", "--vocab",
-        help="its vocabulary: tokenizer.json, vocab.json or a model file (of a HFTokenizer, the site's base tokenizer)",
+        help="file of the tokenizer: tokenizer.json, vocab.json or a model file (default for HFTokenizer: "
+        "tokenizer.json in the site's NEOX_BASE_TOKENIZER_DIR)",
     )  # fmt: skip
-    parser.add_argument("--merge-file", help="merges.txt of a GPT2BPETokenizer")
-    parser.add_argument("--eod-token", help="name of the token that ends documents, if it is not found by itself")
+    parser.add_argument("--merge-file", help="merges.txt, for a GPT2BPETokenizer")
+    parser.add_argument("--eod-token", help="text of the end-of-document token, if it is not found automatically")
 
 
 def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | None, str | None]:
-    """Returns the arguments of `make_tokenizer`, from the flags of `add_tokenizer_flags`."""
+    """Returns the arguments of `make_tokenizer` (type, vocabulary, merges, end token) from the tokenizer
+    flags.
+
+    For a HFTokenizer without --vocab-file it is the site's tokenizer.json."""
     vocab = options.vocab_file
     if vocab is None and options.tokenizer_type == "HFTokenizer":
         folder = site_defaults().get("NEOX_BASE_TOKENIZER_DIR")
@@ -63,41 +75,51 @@ def tokenizer_of(options: argparse.Namespace) -> tuple[str, str | None, str | No
 
 
 def add_text_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags for how text becomes tokens: those of `add_tokenizer_flags`, --append-eod and --ftfy."""
+    """Adds the flags for tokenising text: --tokenizer-type, --vocab-file and others, --append-eod and
+    --ftfy."""
     add_tokenizer_flags(parser)
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    parser.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
+    parser.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the package ftfy")
 
 
 def text_job(options: argparse.Namespace, keys: Sequence[str]) -> EncodeJob:
-    """Returns the preprocessing job that the flags of `add_text_flags` describe."""
+    """Returns the job that tokenises the texts under `keys`, as the flags of `add_text_flags` say."""
     return EncodeJob(
         make_tokenizer, tokenizer_of(options), keys=tuple(keys), append_eod=options.append_eod, ftfy=options.ftfy
     )
 
 
 def add_work_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --output-prefix, --dataset-impl, --workers, --on-bad-row and --log-interval."""
+    """Adds --output-prefix, --dataset-impl, --workers, --on-bad-row and --log-interval."""
     output = parser.add_argument_group("output")
-    output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
-    output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="mmap; no other is written")
+    output.add_argument(
+        "--output-prefix", required=True, help="path PREFIX; PREFIX_KEY_document.bin and .idx are written"
+    )
+    output.add_argument(
+        "--dataset-impl", choices=["mmap"], default="mmap", help="format of the written files; only mmap is supported"
+    )
     work = parser.add_argument_group("work")
-    work.add_argument("--workers", type=int, default=1, help="processes (1); the output does not depend on it")
-    work.add_argument("--log-interval", type=int, default=100, help="documents between two progress lines (100)")
+    work.add_argument(
+        "--workers", type=int, default=1, help="number of processes (default: 1); the output does not depend on it"
+    )
+    work.add_argument(
+        "--log-interval", type=int, default=100, help="documents between two progress lines (default: 100)"
+    )
     work.add_argument(
         "--on-bad-row",
         "--on-error",
         type=_bad_rows,
         default=BAD_ROWS,
         metavar="stop|drop|N",
-        help="a row that cannot be used stops the job, or is left out, counted and put into PREFIX_errors.jsonl: all "
-        f"of them, or N ({BAD_ROWS})",
+        help="what to do with unusable rows: stop the job, drop all of them, or drop up to N and then stop; dropped "
+        f"rows are counted and written to PREFIX_errors.jsonl (default: {BAD_ROWS})",
     )
 
 
 def _bad_rows(text: str) -> int | None:
-    """Converts stop, drop or a number to the number of bad rows that may be skipped; None: any number."""
-    if text in ("drop", "skip"):  # skip: its name under --on-error
+    """Converts `stop`, `drop` or a number to how many bad rows may be dropped: 0, None (any number), or the
+    number."""
+    if text in ("drop", "skip"):  # --on-error, the older name of the flag, calls it skip
         return None
     if text != "stop" and not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r}: expected stop, drop or a number of rows")
@@ -105,11 +127,12 @@ def _bad_rows(text: str) -> int | None:
 
 
 def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> PreprocessResult:
-    """Run the preprocessing job of a command, and print its report. Exits with one line for unusable input or
-    flags.
+    """Runs the preprocessing job of a command, and prints its report.
 
-    Writes PREFIX_metadata.json, which describes the inputs, settings and outputs.
-    make: returns (job, prefixes of the files that it writes).
+    Also writes PREFIX_metadata.json, which describes inputs, settings and outputs. For unusable input or
+    flags it exits with an error message.
+
+    tool: name of the command, for messages. make: returns (job, prefixes of the files that it writes).
     """
     try:
         job, prefixes = make()
@@ -130,7 +153,7 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
     except (DataError, TokenizerError) as problem:
         sys.exit(f"{tool}: error: {problem}")
     except KeyboardInterrupt:
-        sys.exit(f"{tool}: stopped; the same command goes on from there")
+        sys.exit(f"{tool}: stopped; run the same command again to continue")
     for output in result.outputs:
         empty_note = f", {output.empty} of them without a token" if output.empty else ""
         size = f"{output.documents} documents{empty_note}, {output.tokens} tokens, {output.dtype}"
@@ -142,13 +165,15 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
             first_problem = json.loads(next(errors))["problem"]
         rejected_file = f"{options.output_prefix}_errors.jsonl"
         print(
-            f"{result.progress.skipped} bad rows left out: {rejected_file}; the first: {first_problem}", file=sys.stderr
+            f"{result.progress.skipped} bad rows left out, listed in {rejected_file}; the first: {first_problem}",
+            file=sys.stderr,
         )
     return result
 
 
 def _first_columns(files: Sequence[InputFile]) -> list[str]:
-    """Returns the columns of the first row; empty if it cannot be read, which `preprocess` reports."""
+    """Returns the columns of the first input row; [] if it has none or cannot be read, which `preprocess`
+    reports."""
     try:
         value = next((row.value() for file in files[:1] for shard in file.shards(None) for row in shard.rows()), None)
     except DataError:
@@ -157,19 +182,19 @@ def _first_columns(files: Sequence[InputFile]) -> list[str]:
 
 
 def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgress], None]:
-    """Returns a function that prints rates and remaining time every `interval` documents.
+    """Returns a function that prints progress, rates and remaining time every `interval` documents.
 
-    On a terminal it rewrites the line in place.
+    total: number of documents, if known. On a terminal the line is rewritten in place.
     """
     start, start_state, printed = time.monotonic(), PreprocessProgress(), 0
     terminal = sys.stdout.isatty()
 
     def show(state: PreprocessProgress) -> None:
         nonlocal start_state, printed
-        if not state.seconds or state.shards == state.resumed:  # before the first shard of this run
+        if not state.seconds or state.shards == state.resumed:  # this run has not finished a shard yet
             start_state, printed = PreprocessProgress(**vars(state)), state.documents
             if state.resumed:
-                print(f"Going on after {state.documents} documents of an earlier run.", flush=True)
+                print(f"Continuing after {state.documents} documents of an earlier run.", flush=True)
             return
         if state.documents - printed < interval:
             return

@@ -1,10 +1,10 @@
-"""Check datasets whole: file sizes, pointers, document boundaries, ids within the vocabulary, labels,
-rewards.
+"""Checks datasets completely: file sizes, pointers, document boundaries, token ids, labels and rewards.
 
     python tools/datasets/verify.py data/mine_text_document --vocab-file tokenizer.json
-    python tools/datasets/verify.py data/mine            # all that --output-prefix data/mine wrote
+    python tools/datasets/verify.py data/mine            # all files that --output-prefix data/mine wrote
 
-Prints the first bad document and exits with 1, or prints counts and exits with 0.
+If a document is bad, prints the first bad document and exits with 1. Otherwise prints counts and exits with
+0.
 """
 
 import argparse
@@ -25,8 +25,12 @@ from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of  # noqa: E4
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("prefix", nargs="+", help="data paths without .bin/.idx, or what --output-prefix was")
-    parser.add_argument("--vocab-size", type=int, help="ids must be below it; unset: the tokenizer's, if one is given")
+    parser.add_argument(
+        "prefix", nargs="+", help="datasets: paths without .bin/.idx, or the --output-prefix they were written with"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="token ids must be below it (default: the tokenizer's size, if one is given)"
+    )
     add_tokenizer_flags(parser, "HFTokenizer")
     return parser.parse_args(argv)
 
@@ -37,7 +41,7 @@ def describe(report: VerifiedDataset, vocab_size: int | None) -> str:
         return f"{line}, {report.trained} trained, {report.tokens - report.trained} masked"
     if report.ids is None:
         return line
-    limit = "no vocabulary given to compare with" if vocab_size is None else f"vocabulary {vocab_size}"
+    limit = "not compared with a vocabulary, as none is given" if vocab_size is None else f"vocabulary {vocab_size}"
     return f"{line}, ids {report.ids[0]} to {report.ids[1]} ({limit})"
 
 

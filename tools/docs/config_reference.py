@@ -1,5 +1,6 @@
-"""Writes docs/configuration.md and docs/configuration.schema.json from the declarations; --check: are they
-stale?"""
+"""Writes docs/configuration.md and docs/configuration.schema.json from the declarations of keys.
+
+With --check it writes nothing, and exits with 1 if a file is out of date."""
 
 import json
 import sys
@@ -45,7 +46,7 @@ Write keys in YAML or JSON files, in `dash-style` or `under_score`. A key may oc
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR")
     options = parser.parse_args()
     texts = {
@@ -60,7 +61,7 @@ def main() -> int:
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(path)
     for path in stale:
-        sys.stderr.write(f"{path} is stale; run python tools/docs/config_reference.py\n")
+        sys.stderr.write(f"{path} is out of date; run python tools/docs/config_reference.py\n")
     return 1 if stale else 0
 
 

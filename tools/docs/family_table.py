@@ -1,4 +1,5 @@
-"""Writes the table of HuggingFace families in docs/huggingface.md; --check: is it stale?"""
+"""Writes the table of HuggingFace families in docs/huggingface.md; with --check only says if it is out of
+date."""
 
 import re
 import sys
@@ -17,8 +18,8 @@ END = "<!-- end -->\n"
 
 
 def table() -> str:
-    """Returns a Markdown table with a row for each family, then the transformers version that tests compare
-    with."""
+    """Returns a Markdown table with one row per family, and below it the version of transformers that was
+    tested."""
     pinned = re.search(r"^transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
     assert pinned is not None
     head = [
@@ -39,7 +40,7 @@ def _line(row: FamilyRow) -> str:
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the table is out of date")
     options = parser.parse_args()
     return write_or_check(
         ROOT / "docs" / "huggingface.md", {BEGIN: table()}, END, "tools/docs/family_table.py", options.check

@@ -1,5 +1,7 @@
-"""Writes the results of `make gpu` in docs/benchmarks.md, and their plots, from benchmarks/results/*.json;
---check: are they stale?"""
+"""Writes the results of `make gpu` (benchmarks/results/*.json) into docs/benchmarks.md, and draws their
+plots.
+
+With --check it writes nothing, and exits with 1 if the page or a plot is out of date."""
 
 import sys
 from collections import Counter
@@ -24,14 +26,14 @@ Part = Mapping[str, Any]
 
 
 def section(folder: Path) -> str:
-    """Returns Markdown with all results, the newest first.
+    """Returns Markdown with all results in a folder, the newest first.
 
-    Raises ValueError for a file of a rehearsal or of another format."""
+    Raises ValueError for a file of a rehearsal (a run without a GPU) or of another format."""
     texts = []
     for path in sorted(folder.glob("*.json"), reverse=True):
         run = read(path)
         if run["kind"] not in ("gpu", "ablation"):
-            raise ValueError(f"{path}: has results of a {run['kind']}, not of a GPU; delete the file")
+            raise ValueError(f"{path}: these are results of a {run['kind']}, not of a GPU; delete the file")
         texts.append(_run_section(run, path))
     return "\n".join(texts) or NO_RESULTS
 
@@ -102,7 +104,7 @@ def _speed_row(part: Part, part_by_name: Mapping[str, Part]) -> str:
     )
 
 
-# Of results that have a table of their own, by a key that their rows have: its first lines, and a row.
+# Results with a table of their own: a key that only their rows have -> (head of the table, format of a row).
 _TABLES: dict[str, tuple[tuple[str, str], str]] = {
     "mixer": (
         ("| a mixer | | ms | speed beside ours |", "|---|---|---:|---:|"),
@@ -140,7 +142,7 @@ def _own_table(part: Part) -> list[str]:
 
 
 def _in_units(row: Part) -> dict[str, Any]:
-    """Returns the row with its time in milliseconds and its peak in GB."""
+    """Returns a row of results with its time also in milliseconds, and its peak memory also in GB."""
     converted = dict(row)
     if "seconds" in row:
         converted["milliseconds"] = row["seconds"] * 1e3
@@ -155,7 +157,7 @@ def _missing(part: Part) -> str:
 
 
 def plot(run: Mapping[str, Any], path: Path) -> None:
-    """Draw bars of each step's FLOP/s, and the ceiling measured in the same run, into the file `path`."""
+    """Draws bars of each training step's FLOP/s, and of the ceiling measured in the same run, to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -175,7 +177,9 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when page or plots are stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if page or plots are out of date"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
     options = parser.parse_args(argv)
@@ -192,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stale = [str(options.page)] if updated != text else []
         stale += [str(png) for png in measured.values() if not png.exists()]
         if stale:
-            sys.stderr.write(f"{', '.join(stale)}: stale; run python tools/docs/gpu_results.py\n")
+            sys.stderr.write(f"{', '.join(stale)}: out of date; run python tools/docs/gpu_results.py\n")
         return 1 if stale else 0
     options.page.write_text(updated, encoding="utf-8")
     for path, png in measured.items():

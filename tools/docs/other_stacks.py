@@ -1,5 +1,7 @@
-"""Writes the tables of keys in docs/from-other-stacks.md from the file that hints are made of; --check: are
-they stale?"""
+"""Writes the tables of other stacks' keys in docs/from-other-stacks.md, from the file that hints are made
+from.
+
+With --check it writes nothing, and exits with 1 if the tables are out of date."""
 
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ END = "<!-- end of keys -->\n"
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the tables are stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the tables are out of date")
     options = parser.parse_args()
     tables = "\n" + TABLES.read_text(encoding="utf-8") + "\n"
     return write_or_check(PAGE, {BEGIN: tables}, END, "tools/docs/other_stacks.py", options.check)

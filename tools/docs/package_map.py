@@ -1,4 +1,6 @@
-"""Writes the map of packages in docs/development.md from the packages' docstrings; --check: is it stale?"""
+"""Writes the table of packages in docs/development.md from the packages' docstrings.
+
+With --check it writes nothing, and exits with 1 if the table is out of date."""
 
 import ast
 import sys
@@ -16,7 +18,8 @@ BEGIN, END = "<!-- packages: made by tools/docs/package_map.py; do not edit -->\
 
 
 def package_map(root: Path) -> str:
-    """Returns a table of all packages of megatron/, each with the first sentence of its docstring."""
+    """Returns a Markdown table of all packages below megatron/, each with the first sentence of its
+    docstring."""
     lines = ["| package | what is in it |", "|---|---|"]
     for file in sorted((root / "megatron").rglob("__init__.py"), key=lambda file: file.parent.parts):
         folder = file.parent
@@ -28,18 +31,18 @@ def package_map(root: Path) -> str:
 
 
 def _summary(file: Path) -> str:
-    """Returns the first sentence of a package's docstring in one line. Raises SystemExit for a package
-    without one."""
+    """Returns the first sentence of the docstring in a package's __init__.py. Exits if there is no
+    docstring."""
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not docstring:
-        sys.exit(f"{file}: a package says in its docstring what is in it")
+        sys.exit(f"{file}: has no docstring; add one that says what is in the package")
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     return paragraph.split(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the map is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the table is out of date")
     options = parser.parse_args()
     return write_or_check(PAGE, {BEGIN: package_map(ROOT)}, END, "tools/docs/package_map.py", options.check)
 

@@ -1,4 +1,6 @@
-"""Writes the tables of keys in docs/pipeline.md from the declarations; --check: are they stale?"""
+"""Writes the tables of keys in docs/pipeline.md from the declarations of keys.
+
+With --check it writes nothing, and exits with 1 if a table is out of date."""
 
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ TABLES = {"pipeline": PipelineKeys, "stage": Stage, "source": Source, "gate": Ga
 
 
 def table(declaration: type) -> str:
-    """Returns a table with a row for each key: its meaning and its default."""
+    """Returns a Markdown table with one row per key that a class declares: name, meaning, default."""
     rows = [f"| `{name}` | {key.meaning} | {_default(key)} |" for name, key in keys_of(declaration).items()]
     return "\n".join(["| key | meaning | left out |", "|---|---|---|", *rows]) + "\n"
 
@@ -32,7 +34,7 @@ def _default(key: Key) -> str:
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a table is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is out of date")
     options = parser.parse_args()
     mark = "<!-- keys of {}: made by tools/docs/pipeline_reference.py; do not edit -->\n"
     parts = {mark.format(name): table(declaration) for name, declaration in TABLES.items()}

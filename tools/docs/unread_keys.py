@@ -1,4 +1,6 @@
-"""Writes the table of keys that GPT-NeoX never reads in docs/from-gpt-neox.md; --check: is it stale?"""
+"""Writes the table of keys that GPT-NeoX declares but never reads into docs/from-gpt-neox.md.
+
+With --check it writes nothing, and exits with 1 if the table is out of date."""
 
 import sys
 from pathlib import Path
@@ -17,9 +19,9 @@ END = "<!-- end of unread -->\n"
 
 
 def table() -> str:
-    """Returns a Markdown table with a row for each key that GPT-NeoX declares but never reads.
+    """Returns a Markdown table with one row per key that GPT-NeoX declares but never reads.
 
-    A row says what this project does with the key, and what that means for a GPT-NeoX configuration.
+    A row says what this project does with the key, and what this means for a configuration of GPT-NeoX.
     """
     rows = [f"| `{key.name}` | {_done(key)} | {key.unread} |" for key in keys_of(NeoXArgs).values() if key.unread]
     return "\n".join(["| Key | Here | For a file written for GPT-NeoX |", "|---|---|---|", *sorted(rows), ""])
@@ -33,7 +35,7 @@ def _done(key: Key) -> str:
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is stale")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the table is out of date")
     options = parser.parse_args()
     page = ROOT / "docs" / "from-gpt-neox.md"
     return write_or_check(page, {BEGIN: table()}, END, "tools/docs/unread_keys.py", options.check)

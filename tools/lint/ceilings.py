@@ -1,4 +1,4 @@
-"""The ceilings file: how many findings each room and page may have. Ceilings only go down."""
+"""Reads, compares and lowers the ceilings: how many lint findings each room and page may have."""
 
 import tomllib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _HEADER = (
 )
 
 Numbers = Mapping[str, Mapping[str, float]]
-"""Numbers by kind, then by room or page; a missing place has none."""
+"""Numbers of findings by kind, then by room or page; a room or page that is missing has 0."""
 
 
 def read_ceilings(path: Path) -> Numbers:
@@ -26,7 +26,8 @@ def write_ceilings(path: Path, ceilings: Numbers) -> None:
 
 
 def exceeded(counts: Numbers, ceilings: Numbers) -> list[tuple[str, str, float, float]]:
-    """Returns (kind, place, count, ceiling) wherever a count exceeds its ceiling."""
+    """Returns (kind, room or page, count, ceiling) for each count above its ceiling; a missing ceiling is
+    0."""
     return [
         (kind, place, number, ceilings.get(kind, {}).get(place, 0))
         for kind, places in counts.items()
@@ -36,7 +37,8 @@ def exceeded(counts: Numbers, ceilings: Numbers) -> list[tuple[str, str, float, 
 
 
 def too_high(counts: Numbers, ceilings: Numbers) -> list[tuple[str, str, float, float]]:
-    """Returns (kind, place, count, ceiling) wherever a ceiling exceeds the count."""
+    """Returns (kind, room or page, count, ceiling) for each ceiling above its count, which must be
+    lowered."""
     return [
         (kind, place, counts.get(kind, {}).get(place, 0), ceiling)
         for kind, places in ceilings.items()
@@ -46,7 +48,7 @@ def too_high(counts: Numbers, ceilings: Numbers) -> list[tuple[str, str, float, 
 
 
 def lowered(counts: Numbers, ceilings: Numbers) -> Numbers:
-    """Returns the ceilings, lowered to the counts where these are lower."""
+    """Returns the ceilings, each lowered to its count if the count is lower."""
     return {
         kind: {place: min(ceiling, counts.get(kind, {}).get(place, 0)) for place, ceiling in places.items()}
         for kind, places in ceilings.items()

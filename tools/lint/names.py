@@ -24,7 +24,8 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 @dataclass(frozen=True)
 class WordLists:
-    """The lists of words.toml, which its comments describe."""
+    """The word lists of tools/lint/words.toml, by which names are judged; comments in that file describe
+    them."""
 
     bare: frozenset[str]
     leading: frozenset[str]
@@ -39,7 +40,7 @@ class WordLists:
         return cls(private=private, allowed=allowed, **{name: frozenset(words) for name, words in lists.items()})
 
     def broken_rule(self, name: str) -> str | None:
-        """Says which rule a name breaks; None if none."""
+        """Returns which rule a name breaks, such as `begins with of`; None if it breaks none."""
         words = [word.lower() for word in _CAPITALS.sub("_", name).split("_") if word]
         if not words or name in self.allowed or (name.startswith("__") and name.endswith("__")):
             return None
@@ -54,7 +55,8 @@ class WordLists:
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yields each name with its first line, once for each scope under `tree` that binds it."""
+    """Yields (name, first line) of each name, once for each scope under `tree` (module, class, function) that
+    binds it."""
     names: dict[str, int] = {}
     inner_scopes = []
     nodes = _children(tree)
@@ -65,7 +67,7 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
         if name and type(getattr(node, "ctx", None)) in (type(None), ast.Store):
             line = node.lineno  # type: ignore[attr-defined]
             names[name] = min(line, names.get(name, line))
-        if type(node) in _LEAVES:  # the names of a `global`
+        if type(node) in _LEAVES:  # a str in a list, such as the names of a `global`
             continue
         if isinstance(node, _SCOPES):
             inner_scopes.append(node)
@@ -89,14 +91,14 @@ def _children(node: ast.AST) -> list[ast.AST]:
 
 
 def names_of_file(path: str, tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yields (name, line) for each name that a file binds, then for the name of its module."""
+    """Yields (name, line) for each name that a parsed file binds, then for the name of its module."""
     yield from bound_names(tree)
     parts = path.removesuffix(".py").split("/")
     yield parts[-2] if parts[-1] == "__init__" and len(parts) > 1 else parts[-1], 1
 
 
 def check_names(path: str, tree: ast.AST, words: WordLists) -> tuple[int, list[Finding]]:
-    """Returns the number of names in a file, and the findings by line."""
+    """Returns (number of names in a parsed file, findings sorted by line). path: the file, for findings."""
     names = sorted(names_of_file(path, tree), key=lambda name: name[1])
     broken = [(name, line, rule) for name, line in names if (rule := words.broken_rule(name))]
     return len(names), [Finding(path, line, name, rule) for name, line, rule in broken]

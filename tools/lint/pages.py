@@ -1,4 +1,4 @@
-"""Counts relative words and long sentences of documentation pages. Code blocks are left out."""
+"""Counts relative words (what, which, ...) and long sentences in Markdown pages. Code blocks are left out."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ _CELL_EDGE = re.compile(r"(?<!\\)\|")
 
 @dataclass(frozen=True)
 class Page:
-    """Counts for one page: all words, words such as which or that (`relative`), and sentences too long."""
+    """Counts for one page: all words, relative words (which, that, ...), and findings of sentences that are
+    too long."""
 
     words: int
     relative: int
@@ -30,7 +31,7 @@ class Page:
 
 
 def blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Yields line and text of each paragraph, list item, heading and table cell; skips code and comments."""
+    """Yields (line, text) of each paragraph, list item, heading and table cell; skips code and comments."""
     text = _COMMENT.sub(lambda comment: "\n" * comment.group().count("\n"), text)
     fence = None
     begin, lines = 0, list[str]()

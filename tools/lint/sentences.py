@@ -14,7 +14,8 @@ def words_of(text: str) -> list[str]:
 
 
 def sentences(paragraph: str) -> list[str]:
-    """Splits a paragraph at full stops, except before a small letter and after abbreviations (`e.g.`)."""
+    """Splits a paragraph into sentences; a full stop before a small letter or after `e.g.` does not end
+    one."""
     parts: list[str] = []
     for part in _END.split(" ".join(paragraph.split())):
         if parts and _ABBREVIATED.search(parts[-1]):

@@ -40,7 +40,11 @@ KINDS = (NAMES, LONG_DOCSTRINGS, FRAGMENTS, RELATIVE, LONG_SENTENCES)
 
 @dataclass
 class Survey:
-    """Findings by kind, names and docstrings by room, and relative words per 100 by page."""
+    """The result of checking all files: findings by kind, and numbers by room and page.
+
+    relative: relative words (what, that, ...) per 100 words, by page.
+    names, docstrings: how many names and docstrings each room has.
+    """
 
     findings: dict[str, list[Finding]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     relative: dict[str, float] = field(default_factory=dict)
@@ -48,7 +52,7 @@ class Survey:
     docstrings: Counter[str] = field(default_factory=Counter)
 
     def counts(self) -> Numbers:
-        """Returns the counts that ceilings.toml limits, by kind and by room or page."""
+        """Returns the numbers of findings that ceilings.toml limits, by kind, then by room or page."""
         numbers: dict[str, dict[str, float]] = {kind: defaultdict(int) for kind in KINDS}
         for kind, findings in self.findings.items():
             for finding in findings:
@@ -58,13 +62,14 @@ class Survey:
 
 
 def check_module(root: Path, words: WordLists, path: str) -> tuple[int, list[Finding], int, list[Finding]]:
-    """Returns the number of names in a file and its findings, then the same for docstrings."""
+    """Returns (number of names in a file, findings on names, number of docstrings, findings on
+    docstrings)."""
     tree = ast.parse((root / path).read_text(encoding="utf-8"), path)
     return *check_names(path, tree, words), *check_docstrings(path, tree)
 
 
 def survey(root: Path, words: WordLists) -> Survey:
-    """Reads all Python files under `root`, and all pages outside tests/."""
+    """Checks all Python files below `root`, and all Markdown pages outside tests/."""
     result = Survey()
     paths = tracked_files(root, "*.py")
     with ProcessPoolExecutor() as pool:
@@ -84,7 +89,7 @@ def survey(root: Path, words: WordLists) -> Survey:
 
 
 def commonest(findings: Iterable[Finding], num_names: int) -> list[str]:
-    """Returns one line for each of the commonest names: count, name, first place."""
+    """Returns a line for each of the `num_names` names with the most findings: count, name, first place."""
     groups: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         groups[finding.subject].append(finding)
@@ -93,7 +98,7 @@ def commonest(findings: Iterable[Finding], num_names: int) -> list[str]:
 
 
 def table(result: Survey) -> str:
-    """Renders the survey as text."""
+    """Returns the survey as a text table by room, a table by page, and the commonest names with findings."""
     counts = result.counts()
     lines = [f"{'room':<34}{'names':>7}{'bad':>6}{'share':>9}{'docstrings':>12}{'long':>6}{'fragments':>11}"]
 
@@ -116,14 +121,14 @@ def table(result: Survey) -> str:
 
 
 def failures(counts: Numbers, ceilings: Numbers) -> list[str]:
-    """Returns one line for each count above its ceiling, and for each ceiling above its count."""
+    """Returns an error line for each count above its ceiling, and for each ceiling above its count."""
     lines = []
     for kind, place, number, ceiling in exceeded(counts, ceilings):
         hint = "" if kind == RELATIVE else f"; python tools/lint/wording.py {place} lists them"
         lines.append(f"{place}: {kind} {number}, ceiling {ceiling}{hint}")
     for kind, place, number, ceiling in too_high(counts, ceilings):
         lines.append(
-            f"{place}: {kind} {number}, ceiling {ceiling}: lower it; python tools/lint/wording.py --write does"
+            f"{place}: {kind} {number}, ceiling {ceiling}: lower the ceiling: python tools/lint/wording.py --write"
         )
     return lines
 
@@ -131,8 +136,8 @@ def failures(counts: Numbers, ceilings: Numbers) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="list the findings under these folders or files")
-    parser.add_argument("--table", action="store_true", help="print today's numbers")
-    parser.add_argument("--write", action="store_true", help="lower the ceilings to today's numbers")
+    parser.add_argument("--table", action="store_true", help="print the numbers of this tree by room and page")
+    parser.add_argument("--write", action="store_true", help="lower the ceilings to the numbers of this tree")
     options = parser.parse_args(argv)
     result = survey(ROOT, WordLists.read())
     if options.paths:

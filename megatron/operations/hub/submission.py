@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{chosen.name}: publishing {len(lines)} checkpoints to {chosen.repository}", flush=True)
         if options.eval:
             tasks = flags.tasks_of(options, chosen.site, chosen.newest)
-            print(f"{chosen.name}: evaluated by {' '.join(tasks)}", flush=True)
+            print(f"{chosen.name}: tasks of the evaluation: {' '.join(tasks)}", flush=True)
         for number, line in enumerate(lines):
             if number and not options.dry_run:
                 time.sleep(options.delay_between_jobs)

@@ -251,7 +251,7 @@ def test_killed_and_started_again_it_writes_the_same_bytes(source: Path, tmp_pat
         assert not (tmp_path / "out" / "metadata.json").exists() and not list((tmp_path / "out").glob("train-*"))
     capsys.readouterr()
     clean(tmp_path / "out", source, *flags)
-    assert "of an earlier run" in "".join(capsys.readouterr())
+    assert "from an earlier run" in "".join(capsys.readouterr())
     assert results(tmp_path / "out") == results(tmp_path / "whole")
     assert not list((tmp_path / "out").glob(".clean-*"))
 

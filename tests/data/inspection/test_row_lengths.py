@@ -98,7 +98,7 @@ def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
         ("a.jsonl", [], 'a.jsonl:2: "messages" is str'),
         ("b.jsonl", [], "b.jsonl:1: .*words"),
         ("b.jsonl", ["--tokenizer", DATASET / "none"], "none: no such folder"),
-        ("c.jsonl", [], "c.jsonl: no rows"),
+        ("c.jsonl", [], "c.jsonl: has no rows"),
         ("d.jsonl", [], "d.jsonl: no such file"),
     ):
         done = analyze(tmp_path / file, "--tokenizer", TOKENIZER, *words)

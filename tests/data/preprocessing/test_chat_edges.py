@@ -121,7 +121,7 @@ def test_a_row_truncated_on_the_left_keeps_its_bos():
 def test_flags_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         tool.main("--input x --output-prefix y --tokenizer-path z --date foo".split())
-    assert "--date: 'foo' is not a date such as 2026-01-31" in capsys.readouterr().err
+    assert "--date: 'foo' is not a date; write it like 2026-01-31" in capsys.readouterr().err
     words().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"nope: no such file \(--chat-template\)"):
         analyze.load(str(tmp_path / "tokenizer.json"), str(tmp_path / "nope"))

@@ -3,11 +3,11 @@ refused.
 
 | GPT-NeoX | here |
 |---|---|
-| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only read |
-| each of --jsonl-keys holds the text under `text` | its own |
+| --dataset-impl lazy stores int32 whatever the vocabulary: twice the bytes | the tokens of mmap; lazy is only
+read | | each of --jsonl-keys holds the text under `text` | its own |
 | an empty document with --append-eod dies of IndexError | a boundary without tokens |
-| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-bad-row drop |
-"""  # noqa: W505 (lines to copy)
+| a malformed line dies of a traceback without a line number | one line: file, line, what to do; or
+--on-bad-row drop |"""  # noqa: W505 (lines to copy)
 
 import json
 import re
@@ -167,7 +167,7 @@ def test_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\nbad\n')
     words = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--on-bad-row", "drop")
     command(*words, "--tokenizer-type", "CharLevelTokenizer")
-    assert f"1 bad rows left out: {tmp_path}/x_errors.jsonl" in capsys.readouterr().err
+    assert f"1 bad rows left out, listed in {tmp_path}/x_errors.jsonl" in capsys.readouterr().err
     assert [error["row"] for error in json_rows(tmp_path / "x_errors.jsonl")] == ["bad\n"]
     assert json.loads((tmp_path / "x_metadata.json").read_text())["rows_skipped"] == 1
 

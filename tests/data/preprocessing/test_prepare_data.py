@@ -65,10 +65,10 @@ def refusal(*words: str) -> str:
 def test_a_corpus_that_cannot_be_reached_is_one_error_with_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no network, wherever the test runs
     message = refusal("-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8")
-    assert message.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip cannot be fetched (")
+    assert message.startswith("prepare_data.py: error: https://data.deepai.org/enwik8.zip: cannot be downloaded (")
     assert f"put the file at {tmp_path}/enwik8/enwik8.zip" in message and "--mirror" in message and "\n" not in message
-    assert "known are" in refusal("-d", str(tmp_path), "enwik7")
-    assert "-t Foo: no such kind of tokenizer; there are" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
+    assert "choose from" in refusal("-d", str(tmp_path), "enwik7")
+    assert "-t Foo: no such kind of tokenizer; choose from" in refusal("-d", str(tmp_path), "-t", "Foo", "enwik8")
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
@@ -128,7 +128,10 @@ def test_a_mirror_that_fails_leaves_nothing(tmp_path: Path, mirror):
     address, _ = mirror
     for url, reason in ((address, "File not found"), (address + "/cut", "truncated after 10 of 1000 bytes")):
         message = refusal("-d", str(tmp_path / "data"), "--mirror", url, "enwik8")
-        assert message.startswith(f"prepare_data.py: error: {url}/enwik8.zip cannot be fetched (") and reason in message
+        assert (
+            message.startswith(f"prepare_data.py: error: {url}/enwik8.zip: cannot be downloaded (")
+            and reason in message
+        )
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 
@@ -143,5 +146,5 @@ def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.Capt
     for _ in range(2):
         prepare_data.main(["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"])
     first_line, second_line = capsys.readouterr().out.splitlines()[-2:]
-    assert "1 documents" in first_line and "there already" in second_line
+    assert "1 documents" in first_line and "exist already" in second_line
     assert is_written(tmp_path)

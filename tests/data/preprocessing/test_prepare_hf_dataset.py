@@ -73,7 +73,7 @@ def test_counting_only_writes_nothing(chats: Path, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--hf-tokenizer", "{hf}"], "--vocab-file: .*tokenizer.json"),
+    (["--hf-tokenizer", "{hf}"], "--vocab-file is missing: .*tokenizer.json"),
     (["--skip-tokenize"], "--hf-tokenizer"),
     (["--skip-tokenize", "--text-column", "body"], "body.*messages, id"),
     (["--skip-tokenize", "--split", "test"], "no split test; there are train"),
