@@ -127,7 +127,7 @@ def test_mask_before_token(mask, capsys):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ([], "needs --mask-before-token"),
+    ([], "--mask-before-token is missing"),
     (["--mask-before-token", "1,x"], "write token ids"),
     (["--mask-before-token", "380"], "token ids must be from 0 to 379"),
     (["--mask-before-token", "1", "--jsonl-keys", "a", "b"], "one key"),

@@ -184,9 +184,9 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     assert float(now) - float(cached) == pytest.approx(0.01 * int(count), abs=2e-4)
     (file,) = folder.glob("rows-*")
     file.write_bytes(file.read_bytes()[:-8])
-    assert all(f"{file}: damaged" in message for message in refused(values))
+    assert all(str(file) in message and "damaged" in message for message in refused(values))
     np.save(file, rows[:1])
-    assert all(f"{file}: damaged" in message for message in refused(values))
+    assert all(str(file) in message and "damaged" in message for message in refused(values))
 
 
 @pytest.mark.parametrize(("model", "changes", "is_same"), [

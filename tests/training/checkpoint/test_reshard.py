@@ -148,7 +148,7 @@ def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     assert re.search(r"pipe_parallel_size: 2 \(program\), .* 1", message)
     run_values = {**run_values, "save": str(save)}
     (message,) = refused({**run_values, "engine": "native"}, ranks=ranks)
-    assert "layout" in message and "engine: deepspeed" in message
+    assert "DeepSpeed" in message and "engine: deepspeed" in message
     run_ranks(run_to_end, ranks, run_values)
     expected = losses(full_run)
     assert losses(save) == {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
