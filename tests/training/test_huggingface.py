@@ -244,7 +244,7 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
 
     inspect_checkpoints.main([str(saved_step), "--match", "lora_A"])
     printed = capsys.readouterr().out
-    assert ("adapters alone" in printed) == (kind == "adapter") and "q_proj" not in printed
+    assert ("base weights" in printed) == (kind == "adapter") and "q_proj" not in printed
     with pytest.raises(SystemExit, match="^0$"):
         verify.main([str(saved_step)])
     words = ["--input_dir", str(saved_step), "--output_dir", str(tmp_path / "out")]
@@ -253,9 +253,9 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
     with pytest.raises(CheckpointError, match="adapters"):
         average([saved_step, find_checkpoint(tmp_path / "run", 0)], tmp_path / "mean")
     if kind == "adapter":
-        with pytest.raises(SystemExit, match="adapters alone"):
+        with pytest.raises(SystemExit, match="base weights"):
             reshard.main(words)
-        with pytest.raises(CheckpointError, match="adapters alone"):
+        with pytest.raises(CheckpointError, match="base weights"):
             load_checkpoint_args(saved_step)
     else:
         reshard.main([*words, "--tp", "1"])

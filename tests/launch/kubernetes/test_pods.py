@@ -229,7 +229,7 @@ def test_a_lost_pod_comes_back_and_goes_on(
     assert_same(losses(save), one_process_losses)
     assert sum(pods.restarts) >= 4, "the others ended too, instead of waiting for it"
     resumed = (save / "logs" / "rank_0.log").read_text()
-    assert re.search(rf"from .*global_step\d+, iteration \d+", resumed), resumed[-3000:]
+    assert re.search(r"from .*global_step\d+, iteration \d+", resumed), resumed[-3000:]
 
 
 @pytest.mark.parametrize(("pod", "number", "status", "code"), [
