@@ -85,19 +85,14 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
         damage = _damage(path, builders)
         if damage is None:
             return
-        logging.getLogger("megatron").warning(
-            f"{path}: damaged ({damage}); the index maps in this file are rebuilt now"
-        )
+        logging.getLogger("megatron").warning(f"{path}: damaged ({damage}); its index maps are rebuilt now")
     unfinished = temporary(path)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         _write(unfinished, builders)
         os.replace(unfinished, path)
     except OSError as problem:
-        raise DataError(
-            f"{cache_dir}: the index maps cannot be written here ({problem.strerror}); "
-            "set index_cache_dir to a folder that every node can read and this one can write"
-        ) from problem
+        raise DataError(f"{cache_dir}: {problem.strerror}; set index_cache_dir to a writable shared path") from problem
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -112,17 +107,12 @@ def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARE
     deadline = time.monotonic() + wait
     while not path.is_file():
         if time.monotonic() > deadline:
-            raise DataError(
-                f"{path}: index maps written on another node are not visible here; set index_cache_dir to a shared "
-                "folder that every node sees"
-            )
+            raise DataError(f"{path}: written on another node, not seen here; set index_cache_dir to a shared folder")
         time.sleep(0.1)
     try:
         return _open(path, keys)
     except (OSError, ValueError) as problem:
-        raise DataError(
-            f"{path}: damaged index maps ({problem}); delete this file: the next start builds it again"
-        ) from problem
+        raise DataError(f"{path}: damaged index maps ({problem}); delete this file and start again") from problem
 
 
 def _described(keys: Collection[CacheKey]) -> str:

@@ -105,9 +105,9 @@ def test_a_folder_of_another_tool_needs_no_metadata(tmp_path: Path):
     (lambda folder: np.save(folder / "000001.npy", np.ones((3, 33), np.uint16)), r"does not match metadata\.json"),
     (lambda folder: (folder / "metadata.json").write_text("{"), r"metadata\.json: lists no shards"),
     (lambda folder: (folder / "000002.npy").write_bytes(b"\x93NUMPY"), r"000002\.npy: cannot be read as \.npy"),
-    (lambda folder: np.save(folder / "000000.npy", np.ones((50, 33))), r"float64 \[50, 33\], expected rows"),
+    (lambda folder: np.save(folder / "000000.npy", np.ones((50, 33))), r"float64 \[50, 33\], expected"),
     (lambda folder: np.save(folder / "000000.npy", np.ones((50, 32), np.uint16)), "its shards differ"),
-    (lambda folder: [path.unlink() for path in folder.iterdir()], r"no \.npy files in it"),
+    (lambda folder: [path.unlink() for path in folder.iterdir()], r"no \.npy files"),
 ])  # fmt: skip
 def test_damaged_folders_are_named(harm, message: str, tmp_path: Path):
     npy_folder(tmp_path)

@@ -121,9 +121,7 @@ def _checked(columns: Sequence[str] | None, names: Sequence[str], path: Path) ->
         return None
     for column in columns:
         if column not in names:
-            raise DataError(
-                f'{path}: no column "{column}" (found: {", ".join(names)}); name the right one with --jsonl-keys'
-            )
+            raise DataError(f'{path}: no column "{column}" (found: {", ".join(names)}); set --jsonl-keys')
     return tuple(columns)
 
 

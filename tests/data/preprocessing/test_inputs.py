@@ -147,7 +147,7 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
     for name in ("dataset_infos.json", "stats.json"):
         (tmp_path / name).write_text('{"default": {"splits": {}}}')
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A set\n")
-    refused("holds several splits", tmp_path)
+    refused("several splits", tmp_path)
     assert read(tmp_path, split="train") == texts("train")
     ALL_ROWS.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
     warnings.clear()
