@@ -92,7 +92,9 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
         _write(unfinished, builders)
         os.replace(unfinished, path)
     except OSError as problem:
-        raise DataError(f"{cache_dir}: {problem.strerror}; set index_cache_dir to a writable shared path") from problem
+        raise DataError(
+            f"{cache_dir}: index maps cannot be written ({problem.strerror}); set index_cache_dir to a shared folder"
+        ) from problem
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -107,7 +109,7 @@ def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARE
     deadline = time.monotonic() + wait
     while not path.is_file():
         if time.monotonic() > deadline:
-            raise DataError(f"{path}: written on another node, not seen here; set index_cache_dir to a shared folder")
+            raise DataError(f"{path}: index maps of another node are missing; set index_cache_dir to a shared folder")
         time.sleep(0.1)
     try:
         return _open(path, keys)

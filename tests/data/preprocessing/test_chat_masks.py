@@ -55,11 +55,11 @@ REFUSED = {
     "check 1, other text": (CHATML, "m['content'] +", "(m['content'] | replace('Nine', 'Ten')) +", "'Nine coins.'"),
     "check 1, words of others":
         (GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
-         "'What does silk cost?Nine.*other messages"),
+         "'What does silk cost?Nine"),
     "check 1, no generation prompt":
         (CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'"),
     "check 2": (GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
-                "<|im_end|> after the answer"),
+                "<|im_end|> after"),
     "check 3, history": (CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
                          "'ine coins", "' coins"),
     "check 3, prompt": (GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
