@@ -112,7 +112,7 @@ def test_wrong_boundaries_are_refused_where_they_are_used(boundary: int, tmp_pat
     poke(tmp_path / "x.idx", -16, "<q", boundary)
     dataset = IndexedDataset(tmp_path / "x")
     assert len(dataset[1]) == 6
-    with pytest.raises(DataError, match=r"x\.idx: document \d.* boundary"):
+    with pytest.raises(DataError, match=r"x\.idx: document \d"):
         _ = dataset.doc_idx
 
 
