@@ -117,7 +117,7 @@ class RawLlama(HFFolder):
             if isinstance(problem, CheckpointError):
                 raise
             raise CheckpointError(
-                f"{raw / PARAMS}: cannot be used ({type(problem).__name__}: {problem}); is it Meta's file?"
+                f"{raw / PARAMS}: cannot be read ({type(problem).__name__}: {problem}); is it Meta's?"
             ) from problem
         if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # sharded along dimension 0, or a single file
             name = "model.embed_tokens.weight"
@@ -180,9 +180,7 @@ def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: i
 
     inner, rows: width of the MLP and size of the vocabulary, which params.json does not always give."""
     if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
-        raise CheckpointError(
-            f"{PARAMS}: mixtures of experts and image models are not supported; convert the HuggingFace version instead"
-        )
+        raise CheckpointError(f"{PARAMS}: only dense text models are supported; convert the HuggingFace version")
     scaled = {"rope_type": "llama3", "factor": float(params.get("rope_scaling_factor") or 8.0), **_SCALED}
     config = {
         "architectures": [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}[model_type]],
@@ -249,9 +247,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     strange = sorted(table.keys() ^ folder.shapes.keys())
     if strange:
         verb = "holds" if strange[0] in folder.shapes else "lacks"
-        raise CheckpointError(
-            f"{folder.origin}: {verb} tensor {strange[0]}; Meta's format has exactly the tensors of a LLaMA"
-        )
+        raise CheckpointError(f"{folder.origin}: {verb} tensor {strange[0]}, unlike a LLaMA in Meta's format")
     dtypes = set(folder.dtypes.values())
     dtype = dtypes.pop()
     if dtypes or dtype is None:
@@ -262,9 +258,7 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
     if uneven:
-        raise CheckpointError(
-            f"{folder.origin}: {uneven[0]} cannot be split evenly over {shards} files; choose another number of files"
-        )
+        raise CheckpointError(f"{folder.origin}: {shards} files cannot share {uneven[0]} evenly; choose another number")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: already exists; remove it, or choose another folder")
     temporary = output.with_name(f".tmp_{output.name}")
