@@ -71,6 +71,21 @@ def refused(message: str, make: Callable, *args: object) -> None:
         make(*args)
 
 
+def test_bare_text_has_no_token_that_begins_every_text(tmp_path: Path):
+    content = json.loads(TOKENIZER.read_text())
+    begin = {"SpecialToken": {"id": END, "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer, plain = HFTokenizer(tmp_path / "tokenizer.json"), HFTokenizer(TOKENIZER)
+    assert tokenizer.tokenize(TEXTS[0]) == [0, *plain.tokenize(TEXTS[0])]
+    assert tokenizer.tokenize_bare(TEXTS[0]) == plain.tokenize(TEXTS[0]) == plain.tokenize_bare(TEXTS[0])
+
+
 def test_sentencepiece_equals_the_library(tmp_path: Path):
     model = spm_model(tmp_path, pad_id=3)
     import sentencepiece

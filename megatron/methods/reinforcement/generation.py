@@ -115,15 +115,16 @@ def width_of(args: ModelArgs, answers: Sequence[Answer]) -> int:
     return min(args.seq_length, -(-longest // step) * step)
 
 
-def penalties(args: ModelArgs, answers: Sequence[Answer]) -> np.ndarray:
+def penalties(args: ModelArgs, answers: Sequence[Answer], kl: np.ndarray | None = None) -> np.ndarray:
     """Returns the penalty to subtract from each answer's reward, `[answers]`.
 
     Long answers cost up to 1 (`rl_overlong_buffer`; DAPO, arXiv 2503.14476, equation 13), truncated ones cost
     `rollout.missing_eos_penalty`.
+    kl: each answer's KL to the reference, `[answers]`, to subtract `kl_div_beta` times (`rl_kl_in_reward`).
     """
     keys, rollout = ReinforcementKeys.read_from(args), rollout_keys(args)
     unfinished = np.array([not answer.finished for answer in answers], np.float64)
-    penalty = unfinished * (rollout["missing_eos_penalty"] or 0.0)
+    penalty = unfinished * (rollout["missing_eos_penalty"] or 0.0) + (0.0 if kl is None else keys.kl_div_beta * kl)
     if keys.rl_overlong_buffer is None:
         return penalty
     lengths = np.array([answer.length for answer in answers], np.float64)

@@ -168,7 +168,7 @@ class Rollouts:
         weights = self.keys.reward_weights or [1.0] * len(scores.parts)
         rewards = np.array(scores.total(weights), np.float64)  # NaN for None
         old_logprobs, kl = self._trainer_logprobs(answers)
-        penalised = rewards - penalties(self.args, answers) - (0.0 if kl is None else self.keys.kl_div_beta * kl)
+        penalised = rewards - penalties(self.args, answers, kl)
         if self.pairs:  # an answer without a judgement is neither better nor worse: no reward
             failed = [failure.row for failure in scores.failures if failure.row is not None]
             penalised[[*failed, *(row for row, answer in enumerate(answers) if not answer.length)]] = math.nan

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -95,6 +96,11 @@ def in_two_ranks(values: dict[str, Any], steps: int = 3, close: float = 1e-6) ->
     return one_rank
 
 
+def test_no_two_micro_batches_drop_the_same_places(one_process: dict[str, StepResults]) -> None:
+    seeds = one_process["dapo, two epochs"].seeds
+    assert len(set(seeds)) == len(seeds) >= 3
+
+
 @pytest.mark.parametrize("loss", ["rloo, kl in reward", "reinforce, whole kl"])
 def test_other_losses_in_two_ranks(loss: str, task: dict[str, Any]) -> None:
     metrics = in_two_ranks(with_keys(task, LOSSES[loss]), 2).metrics
@@ -174,6 +180,8 @@ def test_long_answers_cost_reward_and_may_go_untrained(task: dict[str, Any]) -> 
     assert penalties(args, answers).tolist() == [0.0, 0.0, 0.5, 1.0]
     args = NeoXArgs.from_dict(with_keys(task, {"rollout.missing_eos_penalty": 0.25}))
     assert penalties(args, answers).tolist() == [0.0, 0.0, 0.0, 0.25]
+    args = NeoXArgs.from_dict(with_keys(task, LOSSES["rloo, kl in reward"]))
+    assert penalties(args, answers, np.array([2.0, 0.0, -1.0, 4.0])).tolist() == [0.1, 0.0, -0.05, 0.2]
     values = [0.0] * 4
     for finished_only, trained in ((False, [1, 2, 3, 4]), (True, [1, 2, 3, 0])):
         batch = batch_of(answers, 8, rewards=values, advantages=values, finished_only=finished_only)

@@ -118,7 +118,7 @@ def write_task(folder: Path, limit: int = 5) -> dict[str, Any]:
 class StepResults(NamedTuple):
     """Results of a run's steps.
 
-    answers: tokens of each answer, by generation.
+    answers: tokens of each answer, by generation. seeds: dropout seed of each micro-batch.
     """
 
     answers: list[list[list[int]]]
@@ -126,6 +126,7 @@ class StepResults(NamedTuple):
     norms: list[float]
     metrics: list[dict[str, float]]
     weights: dict[int, dict[str, torch.Tensor]]
+    seeds: list[int]
 
 
 def with_keys(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
@@ -164,12 +165,13 @@ def started_run(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[
 
 def steps_of(rank: int, world_size: int, values: Mapping[str, Any], steps: int = 3) -> StepResults:
     """For the pool: some steps of a run, without its loop."""
-    results = StepResults([], [], [], [], {})
+    results = StepResults([], [], [], [], {}, [])
     with started_run(values, logs=False) as (training, rollouts):
         batches = iter(rollouts)
         for number in range(steps):
             step = next(batches)
             assert rollouts._generation is not None
+            results.seeds.extend(batch.seed for batch in step)
             results.answers.append([answer.tokens for answer in rollouts._generation.answers])
             result = training.engine.train_step(step, training.schedule(number))
             training.progress.iteration += 1

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron.methods.reinforcement.rewards.equality import equal
+from megatron.methods.reinforcement.rewards.formulas import parse
 from megatron.methods.reinforcement.rewards.functions import Completion, RewardError, RewardFunctions
 from megatron.methods.reinforcement.rewards.verifiers import (
     answer,
@@ -52,6 +54,11 @@ def truncated_text(value: Any) -> str:
 def test_marked_answers(text: str, marked: str | None) -> None:
     assert marked_answer(text) == marked
     assert answer(text) == (text.strip() if marked is None else marked)
+
+
+def test_a_formula_without_a_value_equals_none_that_has_one() -> None:
+    assert equal(parse("1/0"), parse("5")) is False and equal(parse("x"), parse("x/0")) is False
+    assert equal(parse("1/0"), parse("2/0")) is None
 
 
 @pytest.mark.parametrize(("text", "block"), [
