@@ -228,9 +228,9 @@ class ReinforcementKeys(MethodKeys):
     )
     kl_impl: Literal["abs", "mse", "kl", "full", "k3"] = key(
         "mse",
-        "For train_impl: reinforce, how the KL from the reference model is estimated, with d = log p - log p_reference "
-        "of a token. kl: d (k1); mse: d^2 / 2 (k2); abs: |d|; k3: exp(-d) + d - 1 (GRPO); full: the exact KL(model || "
-        "reference) over the vocabulary",
+        "For train_impl: reinforce, how the KL from the reference model is estimated. A token has d = log p - "
+        "log p_reference. kl: d (k1). mse: d^2 / 2 (k2). abs: |d|. k3: exp(-d) + d - 1 (GRPO). full: the exact "
+        "KL(model || reference) over the vocabulary",
     )
     kl_div_beta: float = key(
         0.1,

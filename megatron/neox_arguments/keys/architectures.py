@@ -92,8 +92,8 @@ class MoEKeys:
     )
     moe_aux_loss_scope: Literal["micro_batch", "sequence", "step", "transformers"] = new_key(
         "micro_batch",
-        "Tokens of the load-balancing loss, taken per layer and summed over layers: a rank's micro-batch, each "
-        "row (sequence), or all of a step (one more forward pass). transformers: HuggingFace's, over a "
+        "Tokens of the load-balancing loss: a rank's micro-batch, each row (sequence), or all of a step (one "
+        "more forward pass). The losses of all layers are summed. transformers: HuggingFace's loss, over a "
         "micro-batch and all layers together, times moe_top_k",
     )
     moe_z_loss_coeff: float = new_key(
@@ -144,9 +144,9 @@ class MambaKeys:
     mamba_use_bias_in_linears: bool = key(False, "Biases of in_proj, out_proj and (Mamba 1) x_proj")
     mamba_backend: Literal["auto", "torch", "mamba_ssm", "fla"] = new_key(
         "auto",
-        "Kernels of scans and convolutions. torch: plain operations; mamba_ssm: the package, with causal-conv1d "
-        "if installed; fla: flash-linear-attention, for Mamba 2. auto: the first of mamba_ssm and fla installed "
-        "and able, on tested GPU models (none so far), else torch; printed",
+        "Kernels of scans and convolutions. torch: plain operations. mamba_ssm: the package, with causal-conv1d "
+        "if installed. fla: flash-linear-attention, for Mamba 2. auto prints its choice: the first of mamba_ssm "
+        "and fla that is installed and works, on tested GPU models (none so far), else torch",
     )
     mamba_state_dim: int | None = new_key(
         None, "State size N per channel (Mamba 2: per head); unset: 16, Mamba 2: 128", ge=1

@@ -176,9 +176,9 @@ class ModelKeys:
     )
     attention_backend: AttentionBackendName = new_key(
         "auto",
-        "Attention kernel. auto chooses per kind of call, and prints it once: cudnn for rows of seq_length on "
-        "Hopper; flash on other GPUs, and for other lengths, documents and windows; flex for shared prompts; "
-        "else the first working one, in this order. It never chooses flash3, flash4, flash_attn or "
+        "Attention kernel. auto chooses one per kind of call, and prints it once. Rows of seq_length take cudnn "
+        "on Hopper. Other GPUs, lengths, documents and windows take flash, shared prompts flex. If that does not "
+        "work, auto takes the next in this order. It never chooses flash3, flash4, flash_attn or "
         "transformer_engine. flash3 and flash4 replace torch's flash in the whole process",
     )
     apex: Literal["auto"] | bool = new_key(

@@ -81,9 +81,9 @@ class PostTrainingKeys:
     dpo_reference: Literal["auto", "cache", "on_the_fly"] = new_key(
         "auto",
         "Source of the reference's log-probabilities, in DPO and KTO. The reference is the model at the start of "
-        "the run (load). cache: compute all before the first step and keep them. on_the_fly: in each step, by a "
-        "frozen full copy on every data-parallel rank, or with lora by the model without adapters. auto: "
-        "on_the_fly with lora, else cache",
+        "the run (load). cache: compute all before the first step and keep them. on_the_fly: compute them in each "
+        "step. A frozen full copy on every data-parallel rank does this, or with lora the model without "
+        "adapters. auto: on_the_fly with lora, else cache",
     )
     reference_cache_dir: str | None = new_key(
         None,
