@@ -232,7 +232,7 @@ def scontrol(*words: str) -> str:
         return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
     except FileNotFoundError:
         raise LaunchError(
-            "launcher: slurm needs scontrol, which is not on PATH; start deepy.py on a machine with Slurm"
+            "scontrol, a program of Slurm, is not on PATH; run deepy.py on a machine with Slurm"
         ) from None
     except subprocess.CalledProcessError as problem:
         raise LaunchError(f"`scontrol {shlex.join(words)}` failed: {problem.stderr.strip()}") from None

@@ -134,7 +134,7 @@ class Pipeline:
         return self.folder / "checkpoints" / f"{name}_final"
 
     def save(self, name: str) -> Path:
-        """Returns the path `checkpoints/<name>`, the folder in which the run of the stage `name` saves."""
+        """Returns the folder in which the run of the stage `name` saves: `checkpoints/<name>`."""
         return self.folder / "checkpoints" / name
 
     def config_files(self, stage: Stage) -> list[Path]:
@@ -222,7 +222,7 @@ def _check(stages: list[Stage], problems: ErrorCollector) -> None:
         if stage.kind == "data" and not stage.outputs:
             problems.add(path, "has no outputs; list the files that its commands write, which show whether it is done")
         if stage.kind == "data" and not (stage.sources or stage.commands):
-            problems.add(path, "has neither sources nor commands; a data stage needs one of them")
+            problems.add(path, "has neither sources nor commands; add at least one of them")
         names: set[str] = set()
         for i, source in enumerate(stage.sources):
             _check_source(f"{path}.sources.{i}", source, names, problems)

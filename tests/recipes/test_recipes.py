@@ -242,7 +242,7 @@ def test_the_fork_s_sft_follows_a_run_of_gpt_neox(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("spoil", "words", "message"), [
     (lambda folder: (folder / "ckpt/latest").unlink(), [], "no file `latest`; create it with the name of"),
-    (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "configuration of its model"),
+    (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "stores no configuration"),
     (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "already exists"),
     (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
     (lambda folder: None, ["--variant", "a/b"], "--variant a/b: is part of the file's name"),

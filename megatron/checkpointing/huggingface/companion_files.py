@@ -201,8 +201,8 @@ def companion_files_of(
     vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
     pad_token_id: replaces the tokenizer's.
     scores: the model is a reward model. transformers reads its score at the last token that is not padding,
-        so its pad token must not end texts; if it does, another special token is chosen.
-    Raises CheckpointError for a tokenizer that cannot be read."""
+        so its pad token must not end texts; without `pad_token_id`, another special token is then chosen.
+    Raises CheckpointError for a tokenizer that cannot be read, or without a suitable pad token."""
     saved_files = read_companion_files(source / HF_SUBFOLDER)
     full_config, card = json.loads(saved_files.pop(CONFIG, b"{}")), saved_files.pop(CARD, b"").decode(errors="replace")
     config = text_config(full_config)

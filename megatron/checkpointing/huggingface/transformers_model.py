@@ -191,7 +191,7 @@ def _stored_names(folder: HFFolder, model: Any) -> Stored:
         if files is not None:
             stored[name] = files
         elif isinstance(tensor, nn.Parameter):
-            raise CheckpointError(f"{folder.origin}: the files lack {name}, which transformers needs")
+            raise CheckpointError(f"{folder.origin}: the files lack the tensor {name}, which transformers needs")
     _refuse_unread(folder, family, stored)
     return stored
 

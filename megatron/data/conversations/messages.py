@@ -101,9 +101,11 @@ def _text(content: Any, location: str) -> str:
         raise DataError(f"{location}: content is {type(content).__name__}, not text")
     texts = []
     for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else part
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind == "text":
+                raise DataError(f"{location}: part {number} of its content has no text; write it under the key text")
             raise DataError(f"{location}: part {number} of its content is of type {kind}; only type text can be read")
         texts.append(text)
     return "".join(texts)
@@ -207,7 +209,7 @@ def row_system(row: Mapping[str, Any]) -> str | None:
     none."""
     system = row.get("system")
     if system is not None and not isinstance(system, str):
-        raise DataError(f'"system" is {type(system).__name__}, not the text of a system message')
+        raise DataError(f'"system" is {type(system).__name__}; write the text of a system message, or remove it')
     return system or None
 
 

@@ -168,7 +168,7 @@ class _TemplateRenderer:
         """Raise DataError if the template writes words before the answer that its generation prompt does not
         have.
 
-        lead: what the template writes before the answer.
+        lead: what the template writes between its generation prompt and the answer.
         """
         silent = prompt == self.chat.render(messages[:index], self.settings)
         bare = lead.strip()

@@ -279,8 +279,10 @@ class Rollouts:
         return self._gather(old) if several else None, np.array(self._gather(kl)) if in_reward else None
 
     def _kl(self, batch: Batch, logprobs: torch.Tensor) -> list[float]:
-        """Returns the KL of each answer of the batch from the reference model, summed over its trained
-        tokens."""
+        """Returns each answer's KL between policy and reference model, summed over its trained tokens.
+
+        logprobs: the policy's, `[answers, seq]`.
+        """
         reference_logprobs = rollout_values(batch).reference_logprobs
         assert reference_logprobs is not None
         token_kl = divergence(self.keys.kl_impl, logprobs, reference_logprobs)

@@ -296,4 +296,4 @@ def _read_resolved(path: str) -> NeoXArgs:
     except (KeyError, ValueError) as cause:
         if isinstance(cause, ConfigError):
             raise
-        raise ConfigError([f"--neox-args {path}: not a file written by deepy.py"]) from cause
+        raise ConfigError([f"--neox-args {path}: not a file written by this deepy.py; start with deepy.py"]) from cause

@@ -34,7 +34,7 @@ def steps_in(save: Path) -> tuple[int, ...]:
     steps = sorted((step for path in save.iterdir() if (step := _step(path)) is not None), reverse=True)
     if not steps:
         raise HubError(
-            f"{save}: no checkpoint global_step<N> in this folder; name a folder that a run saved to (`save`)"
+            f"{save}: holds no lasting checkpoint global_step<N>; name a folder that a run saved to (`save`)"
         )
     return tuple(steps)
 

@@ -112,7 +112,7 @@ def start_and_watch(
 def _resolve(request: Request) -> tuple["NeoXArgs", list[str]]:
     """Returns (the checked configuration of the requested run, absolute paths of its files).
 
-    Raises ConfigError for mistakes in it, LaunchError if a file does not exist."""
+    Raises ConfigError for mistakes in it or a missing file, LaunchError for the name of a preset."""
     from megatron.neox_arguments.reading.command_line import parse_deepy
 
     words = [*request.configs, *(("--set", *request.pairs) if request.pairs else ())]

@@ -89,8 +89,8 @@ def note_phases(training: Training) -> None:
 
 
 def note_failure(training: Training, reason: str) -> None:
-    """Write status.json of a run that failed for `reason`, on rank 0. If writing fails, as on a full disk,
-    that is only logged."""
+    """Write status.json of a run that failed for `reason`. Only rank 0 calls it. If writing fails, as on a
+    full disk, that is only logged."""
     try:
         _status_file(training, "failed", reason)
     except (OSError, CheckpointError) as problem:

@@ -62,8 +62,8 @@ class DeviceMetrics:
         self._nvml, self._groups = nvml, groups
 
     def values(self) -> tuple[list[str], Tensor]:
-        """Returns (names, values `[names]`) over the GPUs of all ranks, sampled now. All ranks call it
-        together."""
+        """Returns (names, values `[names]`) with the minimum, mean and maximum of each metric over all ranks'
+        GPUs, sampled now. All ranks call it together."""
         local_sample = torch.tensor(self._nvml.sample())
         if self._groups.device.type == "cuda":
             local_sample = local_sample.pin_memory().to(self._groups.device, non_blocking=True)

@@ -90,7 +90,7 @@ class Weights(Protocol):
         missing."""
 
     def close(self) -> None:
-        """Free the gradients, and remove the hooks from the stage."""
+        """Free the gradients, and remove the hooks from the parameters; those of `fully_shard` stay."""
 
     def publish(self, shards: Sequence[Shard]) -> None:
         """Make the next forward use the updated values in `local` of these shards."""

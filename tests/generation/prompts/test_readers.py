@@ -91,6 +91,7 @@ REFUSED: dict[str, tuple[str, Row, str]] = {
     "a role that the template knows not": ("qwen3", {"messages": [{"role": "developer", "content": "In French."}, QUESTION, ANSWER]}, "message 0 (developer)"),  # noqa: E501
     "calls that the template knows not": ("phi3", CALL, "message 1 (assistant)"),
     "tools that the template knows not": ("phi3", {**QUESTION_AND_ANSWER, "tools": TOOLS}, "tide"),
+    "an empty part": ("qwen3_training", {"messages": [{**QUESTION, "content": [{"type": "text"}]}, ANSWER]}, "message 0: part 0 of its content has no text"),  # noqa: E501
     "a picture": ("qwen3_training", {"messages": [{**QUESTION, "content": [{"type": "image_url"}]}, ANSWER]}, "message 0: part 0 of its content is of type image_url"),  # noqa: E501
     "arguments that are no JSON": ("qwen2_5", call_row(tool_calls=[{**FUNCTION, "arguments": "{port"}]), "message 1: tool_calls 0: the arguments of tide"),  # noqa: E501
     "a weight between": ("qwen3_training", {"messages": [{**QUESTION, "weight": 0.5}, ANSWER]}, "message 0: weight is 0.5"),  # noqa: E501

@@ -49,7 +49,7 @@ def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path, capsys: py
     assert last_step(experiment / "global_step9") == 100
     assert submission.main(["absent"]) == 1 and f"{experiment.parent}/absent" in capsys.readouterr().err
     (experiment.parent / "empty").mkdir()
-    assert submission.main(["empty"]) == 1 and "no checkpoint global_step<N> in this folder" in capsys.readouterr().err
+    assert submission.main(["empty"]) == 1 and "global_step<N>" in capsys.readouterr().err
 
 
 def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
