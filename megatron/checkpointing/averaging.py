@@ -75,7 +75,9 @@ def average(
 
 def _manifest(checkpoint: OpenCheckpoint) -> Manifest:
     if checkpoint.manifest is None:
-        raise CheckpointError(f"{checkpoint.path}: has no manifest.json; rewrite it with tools/ckpts/reshard.py first")
+        raise CheckpointError(
+            f"{checkpoint.path}: has no manifest.json; rewrite this checkpoint with tools/ckpts/reshard.py first"
+        )
     return checkpoint.manifest
 
 

@@ -32,7 +32,10 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
     if args.save is None:
         raise args.error("save", "is not set; set it to the folder that --init-only should write to")
     if args.lora is not None:
-        raise args.error("lora", "--init-only writes no adapters, since their run initialises them; remove lora")
+        raise args.error(
+            "lora",
+            "--init-only writes no adapters; leave lora out, because the run that trains adapters initialises them",
+        )
     save, specs, model = Path(args.save), layer_params(args), model_keys(args)
     methods = [args.init_method, args.output_layer_init_method, args.init_method_std]
     made_from = f"initial values {json.dumps([args.seed, *methods])}"
@@ -41,7 +44,9 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
         expected = (made_from, json.loads(json.dumps(model)), args.tp)
         if (existing.run_id, existing.model, existing.layout.tensor) == expected:
             return final
-        raise CheckpointError(f"{save}: holds other weights or checkpoints of a run; set save to another folder")
+        raise CheckpointError(
+            f"{save}: already holds other weights or checkpoints of a run; set save to another folder"
+        )
     size = weight_bytes((spec.shape for layer in specs.values() for spec in layer), torch.float32)
     with new_checkpoint(save, 0, size, check_space) as temporary:
         records: list[FileRecord] = []

@@ -155,8 +155,12 @@ def find_checkpoint(save: str | Path, iteration: int | None = None) -> Path:
     tag = read_latest(save)
     if tag is None:
         if layer_files(save) or model_files(save):
-            raise CheckpointError(f"{save}: is a checkpoint itself; set `load` to its parent, `iteration` to its step")
-        raise CheckpointError(f"{save}: no file `latest`; {holdings}" + ("; set `iteration`" if steps else ""))
+            raise CheckpointError(
+                f"{save}: is itself a checkpoint; set `load` to its parent folder, and `iteration` to its step"
+            )
+        raise CheckpointError(
+            f"{save}: no file `latest`; {holdings}; set `iteration`" if steps else f"{save}: {holdings}"
+        )
     directory = _directory(save, tag)
     if directory is None:
         raise CheckpointError(f"{save / LATEST}: names {tag}, which does not exist; {holdings}; set `iteration`")

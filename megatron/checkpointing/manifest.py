@@ -135,7 +135,10 @@ class Manifest:
             raw = json.loads(text)
             version = raw["format_version"]
             if not isinstance(version, int) or version > FORMAT_VERSION:
-                raise CheckpointError(f"{file_name}: format_version {version} is too new (> {FORMAT_VERSION}); update")
+                raise CheckpointError(
+                    f"{file_name}: format_version {version} is newer than this program can read "
+                    f"({FORMAT_VERSION}); update the program"
+                )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
                 raise DamagedError(f"{file_name}: damaged: does not match its own checksum; load another `iteration`")
             raw["layout"] = ParallelLayout(**raw["layout"])
@@ -145,7 +148,9 @@ class Manifest:
             }
             return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _OPTIONAL_FIELDS})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise DamagedError(f"{file_name}: damaged: {type(e).__name__}: {e}; load another `iteration`") from e
+            raise DamagedError(
+                f"{file_name}: damaged: cannot be parsed ({type(e).__name__}: {e}); load another `iteration`"
+            ) from e
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:
@@ -251,14 +256,21 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
     if new_head:
         saved = {key: value for key, value in saved.items() if key not in _HEAD_KEYS}
     elif saved.get("score_head") and not args.score_head:
-        raise CheckpointError(f"{source}: is a reward model (use tools/score.py); load a language model")
+        raise CheckpointError(
+            f"{source}: is a reward model, which gives scores, not text; load the language model it was trained from "
+            "(tools/score.py uses reward models)"
+        )
     elif "no_weight_tying" in saved and not saved.get("score_head") and args.score_head:
-        raise CheckpointError(f"{source}: is no reward model; load one, or train it (train_impl: rm, finetune: true)")
+        raise CheckpointError(
+            f"{source}: is a language model, which gives no scores; load a reward model, or train one from it "
+            "(train_impl: rm with finetune: true)"
+        )
     if "num_layers" in saved and saved.get("lora") is None:  # a run may start with adapters on these weights
         now = {**now, "lora": None}
     elif saved.get("lora") is not None and args.lora is None:
         raise CheckpointError(
-            f"{source}: holds LoRA adapters; set lora as in its run, or merge them: tools/ckpts/adapter.py merge"
+            f"{source}: holds LoRA adapters; set lora as in the run that saved them, or merge them into the "
+            "weights: tools/ckpts/adapter.py merge"
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])

@@ -65,7 +65,8 @@ class NeoXOptimizer:
         self._ranks = _groups_of(self.path)
         if len(self._ranks) % self.tensor_size:
             raise CheckpointError(
-                f"{self.path}: {len(self._ranks)} mp_rank files do not fit {self.tensor_size} tensor ranks; {_FIX}"
+                f"{self.path}: its {len(self._ranks)} mp_rank files are no multiple of {self.tensor_size} tensor "
+                f"ranks; {_FIX}"
             )
         expected = {spec.name for layer in range(2, args.num_layers + 2) for spec in self._specs[layer]}
         self._file_names = {neox_name_of(name, expected): name for name in self._facts.blocks}
@@ -202,7 +203,9 @@ class _PlainState:
 
     def __init__(self, saved: Any, file_name: str) -> None:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-            raise CheckpointError(f"{file_name}: holds no optimizer state of torch.optim (state, param_groups); {_FIX}")
+            raise CheckpointError(
+                f"{file_name}: holds no optimizer state as torch.optim saves it (state, param_groups); {_FIX}"
+            )
         self.file_name, self._state = file_name, saved["state"]
         self.sizes = [len(group["params"]) for group in saved["param_groups"]]
         self.step = _steps([*self._state.values(), *saved["param_groups"]])
@@ -220,7 +223,8 @@ class _PlainState:
         for key, value in moments.items():
             if tuple(value.shape) != tuple(shape):
                 raise CheckpointError(
-                    f"{self.file_name}: {number}: {key} has shape {tuple(value.shape)}, not {tuple(shape)}; {_FIX}"
+                    f"{self.file_name}: optimizer state {number}: {key} has shape {tuple(value.shape)}, but the "
+                    f"model needs {tuple(shape)}; {_FIX}"
                 )
         return moments
 
@@ -241,7 +245,9 @@ class _FlatZeroState:
             raise CheckpointError(f"{file_name}: its optimizer state is not of ZeRO 1 or 2; {_FIX}")
         config = contents[0].get("ds_config") or {}
         if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
-            raise CheckpointError(f"{file_name}: optimizer state of round_robin_gradients cannot be read; {_FIX}")
+            raise CheckpointError(
+                f"{file_name}: optimizer state saved with round_robin_gradients cannot be read; {_FIX}"
+            )
         base = [entry.get("base_optimizer_state") for entry in saved]
         lean = isinstance(base[0], Sequence)  # saved with elastic_checkpoint, without padding
         states = [entry if lean else [entry["state"][i] for i in sorted(entry["state"])] for entry in base]

@@ -70,10 +70,14 @@ class ObjectStore:
                     return missing()
                 raise CheckpointError(f"{address}: does not exist ({_words(problem)})") from problem
             except PermissionError as problem:
-                raise CheckpointError(f"{address}: forbidden ({_words(problem)}); check your credentials") from problem
+                raise CheckpointError(
+                    f"{address}: no permission ({_words(problem)}); check the credentials in the environment"
+                ) from problem
             except Exception as problem:  # errors of the store's library, or of its network library
                 if type(problem).__name__ in _NO_CREDENTIALS:
-                    raise CheckpointError(f"{address}: {_words(problem)}; set your credentials") from problem
+                    raise CheckpointError(
+                        f"{address}: {_words(problem)}; set credentials in the environment"
+                    ) from problem
                 local = getattr(problem, "errno", None) in _FINAL or isinstance(problem, ValueError | TypeError)
                 if local or time.monotonic() - start_time + pause > self.patience:
                     raise CheckpointError(f"{address}: {_words(problem)}") from problem

@@ -67,7 +67,10 @@ class OptimizerFiles:
             pieces, want = [part[spec.name][key] for part in parts], spec.local_shape(self.tensor_size)
             for piece in pieces:
                 if tuple(piece.shape) != want:
-                    raise CheckpointError(f"{source}.{key}: shape {tuple(piece.shape)}, but needs {want}; {_FIX}")
+                    raise CheckpointError(
+                        f"{source}.{key}: has shape {tuple(piece.shape)} in the file, but the model "
+                        f"needs {want}; {_FIX}"
+                    )
             state[key] = resharded(pieces, spec, tensor_rank, tensor_size)
         return state
 

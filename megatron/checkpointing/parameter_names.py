@@ -129,10 +129,14 @@ def to_our_names(
             continue
         if neox_name in unused and neox_name not in expected:
             if args.gpt_j_tied and not torch.all(tensor == float(unused[neox_name].init == "ones")):
-                raise CheckpointError(f"{source}: {name} is trained: there are two layer norms; set gpt_j_tied: false")
+                raise CheckpointError(
+                    f"{source}: {name} was trained, so this model has a second layer norm; set gpt_j_tied: false"
+                )
             continue
         if neox_name in out:
-            raise CheckpointError(f"{source}: {name} and another tensor both become {neox_name}; remove one")
+            raise CheckpointError(
+                f"{source}: {name} and another tensor both convert to {neox_name}; remove one of them"
+            )
         if name.startswith("attention.qkv.") and attention is not None:
             tensor = _split_groups(tensor, attention)
         elif name.startswith("mlp.fc1_"):
@@ -185,7 +189,9 @@ def to_file_names(
 
 def _check_names(mlp: str, args: ModelArgs) -> None:
     if mlp == "llama" and not args.is_gated:
-        raise CheckpointError(f"the naming llama needs a gated MLP, not {args.activation}; choose naming neox")
+        raise CheckpointError(
+            f"the naming llama needs a gated MLP, but activation is {args.activation}; choose naming neox"
+        )
     if (
         WEIGHT_NAMINGS[mlp] in _OLD_ROWS and args.moe_num_experts > 1
     ):  # the row order is recognised by names of a dense MLP

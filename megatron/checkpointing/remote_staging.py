@@ -89,7 +89,9 @@ def _locked(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         opened = open_lock_file(file)
     except OSError as problem:
-        raise CheckpointError(f"{folder}: cannot be written ({problem.strerror}); change remote_staging") from problem
+        raise CheckpointError(
+            f"{folder}: cannot be written ({problem.strerror}); set remote_staging to another folder"
+        ) from problem
     with opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield file

@@ -44,7 +44,9 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> No
         unusable."""
     missing = [key for key in KEYS[:4] if key not in state]
     if missing:
-        raise CheckpointError(f"{file}: lacks {', '.join(missing)}; to resume without, set no_load_rng: true")
+        raise CheckpointError(
+            f"{file}: lacks random states ({', '.join(missing)}); set no_load_rng: true to go on without them"
+        )
     try:
         version, internal, gauss = state["random_rng_state"]
         random.setstate((version, tuple(internal), gauss))
@@ -53,4 +55,6 @@ def restore_rng(state: Mapping[str, Any], device: torch.device, file: str) -> No
         if device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng_state"], device)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise CheckpointError(f"{file}: cannot be used ({e}); to resume without it, set no_load_rng: true") from e
+        raise CheckpointError(
+            f"{file}: its random states cannot be used ({e}); set no_load_rng: true to go on without them"
+        ) from e

@@ -43,7 +43,9 @@ def load_checkpoint_args(
         return NeoXArgs.from_dict({**manifest.config, **overrides}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
     if not files:
-        raise CheckpointError(f"{path}: stores no configuration; pass the model's files with --config_file")
+        raise CheckpointError(
+            f"{path}: stores no configuration of its model; pass the configuration files with --config_file"
+        )
     try:
         args = load(files, overrides)
         if args.compat_ffn_width is not None or as_tuple(args.ffn_size)[0] == facts.ffn_size:

@@ -196,7 +196,9 @@ def need_free(folder: Path, size: int, label: str = "the checkpoint takes about"
     label: the words before the size in the error."""
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise CheckpointError(f"{folder}: {label} {readable_size(size)}, but {readable_size(free)} are free; make room")
+        raise CheckpointError(
+            f"{folder}: {label} {readable_size(size)}, but only {readable_size(free)} are free on the disk; make room"
+        )
 
 
 def open_lock_file(path: Path) -> IO[str]:
@@ -207,7 +209,9 @@ def open_lock_file(path: Path) -> IO[str]:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+")
     except OSError as problem:
         if problem.errno == errno.ELOOP:
-            raise CheckpointError(f"{path}: is a symbolic link, not a regular file; remove the link") from problem
+            raise CheckpointError(
+                f"{path}: is a symbolic link, but this run needs a regular file there; remove the link"
+            ) from problem
         raise
 
 

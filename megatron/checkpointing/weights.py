@@ -112,7 +112,10 @@ def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSp
     if missing == [args.num_layers + 4] and not extra:
         if args.score_head:
             return [f"no layer {missing[0]} (rm_linear){_NO_SCORE}"]
-        return [f"no layer {missing[0]} (final_linear): head and embedding are tied; set no_weight_tying: false"]
+        return [
+            f"no layer {missing[0]} (final_linear): the checkpoint's head is tied to its embedding; set "
+            "no_weight_tying: false"
+        ]
     if extra == [args.num_layers + 4] and not missing:
         if SCORE_HEAD in source.tensors(extra[0], 0):
             return [f"layer {extra[0]} (rm_linear) is extra{_ONLY_SCORES}"]

@@ -271,7 +271,8 @@ class BlendedDataset:
         for member, num_drawn in zip(members, maps.drawn.tolist(), strict=True):
             if num_drawn > len(member):
                 raise DataError(
-                    f"{member.indexed.data_file}: {len(member)} samples, {num_drawn} are drawn; lower its weight"
+                    f"{member.indexed.data_file}: {len(member)} samples, but the blend draws {num_drawn}; lower the "
+                    "weight of this dataset, or give it more data"
                 )
 
     def __len__(self) -> int:

@@ -53,7 +53,8 @@ def epoch_iterations(args: NeoXArgs, train_batch_size: int, data_state: DataStat
     samples = args.train_epochs * per_epoch
     if samples < train_batch_size:
         raise DataError(
-            f"train_epochs: {args.train_epochs} x {per_epoch} samples do not fill train_batch_size {train_batch_size}"
+            f"train_epochs: {args.train_epochs} passes over {per_epoch} samples do not fill a train_batch_size "
+            f"of {train_batch_size}; use more epochs, more data or a smaller batch"
         )
     state = data_state or DataState()
     return state.iteration + max(0, samples - state.consumed_samples) // train_batch_size

@@ -85,7 +85,9 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
         damage = _damage(path, builders)
         if damage is None:
             return
-        logging.getLogger("megatron").warning(f"{path}: damaged ({damage}); its index maps are rebuilt now")
+        logging.getLogger("megatron").warning(
+            f"{path}: damaged ({damage}); the index maps in this file are rebuilt now"
+        )
     unfinished = temporary(path)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,8 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
         os.replace(unfinished, path)
     except OSError as problem:
         raise DataError(
-            f"{cache_dir}: index maps cannot be written ({problem.strerror}); set index_cache_dir to a shared folder"
+            f"{cache_dir}: the index maps cannot be written here ({problem.strerror}); "
+            "set index_cache_dir to a folder that every node can read and this one can write"
         ) from problem
     finally:
         unfinished.unlink(missing_ok=True)
@@ -109,12 +112,17 @@ def load_cached(cache_dir: Path, keys: Collection[CacheKey], wait: float = SHARE
     deadline = time.monotonic() + wait
     while not path.is_file():
         if time.monotonic() > deadline:
-            raise DataError(f"{path}: index maps of another node are missing; set index_cache_dir to a shared folder")
+            raise DataError(
+                f"{path}: index maps written on another node are not visible here; set index_cache_dir to a shared "
+                "folder that every node sees"
+            )
         time.sleep(0.1)
     try:
         return _open(path, keys)
     except (OSError, ValueError) as problem:
-        raise DataError(f"{path}: damaged index maps ({problem}); delete this file and start again") from problem
+        raise DataError(
+            f"{path}: damaged index maps ({problem}); delete this file: the next start builds it again"
+        ) from problem
 
 
 def _described(keys: Collection[CacheKey]) -> str:

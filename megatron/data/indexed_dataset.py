@@ -68,7 +68,10 @@ class IndexedDataset:
         self.data_files: tuple[Path, ...] = (self.data_file,)
         for file in (self.index_file, self.data_file):
             if not file.is_file():
-                missing = MissingDataError(f"{file}: no such file (paths omit .bin/.idx; preprocess_data.py makes it)")
+                missing = MissingDataError(
+                    f"{file}: no such file. Data paths are written without .bin/.idx; "
+                    "tools/datasets/preprocess_data.py makes the pair from text"
+                )
                 missing.prefix = self.prefix
                 raise missing
         self._read_index()
@@ -136,10 +139,16 @@ class IndexedDataset:
                 raise DataError(f"{self.index_file}: its lengths and pointers contradict each other; {remedy}")
             expected = int(ends[-1])
         if self.boundaries[0] != 0 or self.boundaries[-1] != len(self.sizes):
-            raise DataError(f"{self.index_file}: its document boundaries do not span 0 to its last sequence; {remedy}")
+            raise DataError(
+                f"{self.index_file}: its document boundaries do not begin at 0, or do not end at its last sequence; "
+                f"{remedy}"
+            )
         size = self.data_file.stat().st_size
         if size != expected:
-            raise DataError(f"{self.data_file}: {size} bytes, but {self.index_file} describes {expected}; {remedy}")
+            raise DataError(
+                f"{self.data_file}: {size} bytes, but {self.index_file} describes {expected}: "
+                f"the file is truncated or belongs to another index; {remedy}"
+            )
 
 
 def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
@@ -169,12 +178,20 @@ def check_boundaries(index_file: Path, boundaries: np.ndarray, n: int) -> None:
         if shifted is None and off[judged].any():
             shifted = start + int(np.argmax(off[judged]))
     if shifted is not None and not sentences:
-        raise DataError(f"{index_file}: document {shifted}, next to an empty one, has a wrong boundary; make it again")
+        raise DataError(
+            f"{index_file}: document {shifted} is sequences {boundaries[shifted]} to {boundaries[shifted + 1]}, next "
+            "to "
+            "an empty document, while all other documents hold at most one sequence: the boundary between these two "
+            "documents is wrong; make or copy the file again"
+        )
 
 
 def _wrong_boundary(index_file: Path, boundaries: np.ndarray, document: int, n: int) -> DataError:
     end = boundaries[min(document + 1, len(boundaries) - 1)]
-    return DataError(f"{index_file}: document {document} is sequences {boundaries[document]} to {end} of {n}: damaged")
+    return DataError(
+        f"{index_file}: document {document} is sequences {boundaries[document]} to {end}, but documents must follow "
+        f"each other from 0 to {n}; make or copy the file again"
+    )
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
@@ -190,19 +207,31 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if (pointer := lfs_pointer_error(path)) is not None:
         raise DataError(pointer)
     if not head.startswith(MAGIC[: len(head)]):
-        raise DataError(f"{path}: not an index of a .bin/.idx pair (no MMIDIDX at its start); make or copy it again")
+        raise DataError(
+            f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX); make or copy it again"
+        )
     if len(head) < HEADER.size:
         raise DataError(f"{path}: truncated after {size} bytes; make or copy it again")
     _, version, code, n, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise DataError(f"{path}: format version {version}, but only {VERSION} can be read; make the pair again")
+        raise DataError(
+            f"{path}: format version {version}, but only version {VERSION} can be read; make the pair again"
+        )
     if code not in DTYPES and code not in FLOAT_CODES:
-        raise DataError(f"{path}: dtype code {code} is not in {sorted([*DTYPES, *FLOAT_CODES])}; make the pair again")
+        raise DataError(
+            f"{path}: unknown dtype code {code}, expected one of {sorted([*DTYPES, *FLOAT_CODES])}; make the pair again"
+        )
     expected = HEADER.size + 12 * n + 8 * boundaries
     if n and size == expected + n:
-        raise DataError(f"{path}: an index of multimodal data, which is not supported; make a pair from text alone")
+        raise DataError(
+            f"{path}: an index of Megatron's multimodal data, which is not supported; make a pair from the text alone "
+            "with tools/datasets/preprocess_data.py"
+        )
     if size != expected or boundaries < 1:
-        raise DataError(f"{path}: {size} bytes, but its header needs {expected}; make or copy it again")
+        raise DataError(
+            f"{path}: {size} bytes, but its header ({n} sequences, {boundaries} document boundaries) needs {expected}; "
+            "make or copy it again"
+        )
     dtype = _float_type(path, n) if code in FLOAT_CODES else DTYPES[code]
     return np.dtype(dtype).newbyteorder("<"), n, boundaries
 
@@ -316,7 +345,10 @@ class IndexedDatasetWriter:
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise DataError(f"{self.prefix}: a document has {lengths.max()} tokens, more than 2,147,483,647; split it")
         if len(tokens) and tokens.dtype != self.dtype and not can_store(tokens, self.dtype):
-            raise DataError(f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
+            raise DataError(
+                f"{self.prefix}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}; choose a larger "
+                "dtype"
+            )
         self._file.write(np.ascontiguousarray(tokens, dtype=self.dtype.newbyteorder("<")).tobytes())
         self._lengths.append(lengths.astype(np.int32))
         self.documents += len(lengths)

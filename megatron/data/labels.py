@@ -21,14 +21,18 @@ def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
     """
     labels = open_dataset(prefix)
     if labels.dtype.kind != "i":
-        raise DataError(f"{labels.data_file}: holds {labels.dtype}, but labels must be int32 (-100 where masked)")
-    _check_documents(labels, text)
+        raise DataError(
+            f"{labels.data_file}: holds {labels.dtype}, but labels must be int32 (-100 where masked); make the labels "
+            "again"
+        )
+    _check_documents(labels, text, "labels")
     differ = np.flatnonzero(labels.sizes != text.sizes)
     if len(differ):
         document = int(differ[0])
         raise DataError(
             f"{labels.data_file}: document {document} has {labels.sizes[document]} labels, but {text.data_file} has "
-            f"{text.sizes[document]} tokens ({len(differ)} such documents); make both again in one preprocessing run"
+            f"{text.sizes[document]} tokens of it ({len(differ)} such documents); make both again in one "
+            "preprocessing run"
         )
     return labels
 
@@ -36,20 +40,25 @@ def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
 def open_rewards(prefix: str, text: IndexedDataset) -> IndexedDataset:
     """Open the rewards of the documents of `text`. Raises DataError if a document has no finite reward."""
     rewards = IndexedDataset(prefix)
-    _check_documents(rewards, text)
+    _check_documents(rewards, text, "rewards")
     present = np.flatnonzero(rewards.sizes)
     finite = np.zeros(len(rewards), bool)
     finite[present] = np.isfinite(rewards.tokens[rewards.pointers[present] // rewards.dtype.itemsize])
     bad = np.flatnonzero(~finite)
     if len(bad):
-        raise DataError(f"{rewards.data_file}: document {bad[0]} has no finite reward ({len(bad)} such documents)")
+        raise DataError(
+            f"{rewards.data_file}: document {bad[0]} has no finite reward ({len(bad)} such documents); make the "
+            "rewards again"
+        )
     return rewards
 
 
-def _check_documents(companion: IndexedDataset, text: IndexedDataset) -> None:
+def _check_documents(companion: IndexedDataset, text: IndexedDataset, kind: str) -> None:
     if len(companion) != len(text):
         raise DataError(
-            f"{companion.data_file}: {len(companion)} documents, but {text.data_file} has {len(text)}; make both again"
+            f"{companion.data_file}: {kind} of {len(companion)} documents, but {text.data_file} has {len(text)}: "
+            f"document {min(len(companion), len(text))} is only in one of them; make both again in one preprocessing "
+            "run"
         )
 
 

@@ -37,7 +37,9 @@ class NpyDataset(IndexedDataset):
         kinds = {(shard.dtype, shard.shape[1]) for shard in self.shards}
         if len(kinds) != 1:
             present = ", ".join(sorted(f"{dtype} [rows, {width}]" for dtype, width in kinds))
-            raise DataError(f"{folder}: its shards differ ({present}), but all must have one dtype and row length")
+            raise DataError(
+                f"{folder}: its shards differ ({present}), but all shards must have one dtype and row length"
+            )
         (self.dtype, self.width) = kinds.pop()
         rows = [len(shard) for shard in self.shards]
         self.first_rows = np.cumsum([0, *rows])
@@ -64,7 +66,10 @@ class NpyDataset(IndexedDataset):
         if not self.index_file.is_file():
             files = tuple(sorted(folder.glob("*.npy")))
             if not files:
-                raise DataError(f"{folder}: no .npy files; a data path is such a folder, or a .bin/.idx prefix")
+                raise DataError(
+                    f"{folder}: no .npy files in it; a data path is a folder of .npy files, or the prefix of a "
+                    ".bin/.idx pair"
+                )
             return files
         try:
             shards = json.loads(self.index_file.read_text())["shards"]
@@ -83,7 +88,10 @@ def _map(file: Path) -> np.ndarray:
     except (OSError, KeyError, ValueError) as problem:
         raise DataError(f"{file}: cannot be read as .npy ({str(problem).splitlines()[0]}); copy it again") from None
     if array.ndim != 2 or array.dtype.kind not in "iu" or array.dtype.itemsize * array.size == 0:
-        raise DataError(f"{file}: {array.dtype} {list(array.shape)}, expected integer token ids [rows, tokens]")
+        raise DataError(
+            f"{file}: {array.dtype} {list(array.shape)}, expected rows of integer token ids [rows, tokens]; write it "
+            "again"
+        )
     return array
 
 
@@ -96,7 +104,9 @@ def write_npy(source: IndexedDataset, folder: str | Path, width: int, rows_per_s
     folder = Path(folder)
     rows, remainder = divmod(len(source.tokens), width)
     if not rows:
-        raise DataError(f"{source.data_file}: its {remainder} tokens do not fill a row of {width}; use shorter rows")
+        raise DataError(
+            f"{source.data_file}: its {remainder} tokens do not fill one row of {width}; use shorter rows or more data"
+        )
     if folder.exists():
         raise DataError(f"{folder}: exists already; remove it first")
     table = source.tokens[: rows * width].reshape(rows, width)

@@ -33,9 +33,15 @@ class LegacyDataset(IndexedDataset):
         _, version, code, width, n, sizes, boundaries = HEADER.unpack(head)
         expected = HEADER.size + 8 * (2 * (n + 1) + sizes + boundaries)
         if version != 1 or size != expected or boundaries < 1:
-            raise DataError(f"{file}: version {version}, {size} bytes, not version 1, {expected} bytes; make it again")
+            raise DataError(
+                f"{file}: version {version}, {size} bytes; expected version 1 and, for its {n} sequences and "
+                f"{boundaries} document boundaries, {expected} bytes; make or copy it again"
+            )
         if code not in DTYPES or np.dtype(DTYPES[code]).itemsize != width or sizes != n:
-            raise DataError(f"{file}: unreadable: dtype code {code} of {width} bytes, {sizes} sizes for {n} sequences")
+            raise DataError(
+                f"{file}: dtype code {code}, {width} bytes an item, {sizes} sizes for {n} sequences: "
+                "unsupported or damaged; make or copy it again"
+            )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         numbers = map_file(file, "<i8", HEADER.size)
         num_offsets = n + 1

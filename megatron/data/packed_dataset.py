@@ -118,8 +118,9 @@ class PackedDataset:
         if isinstance(data, SlicedDocuments):
             file, document, place = data.origin(document, place)
         return DataError(
-            f"{file}: document {document} holds token id {token} (its token {place}), but "
-            f"padded_vocab_size is {vocab_size}; set vocab_file to the data's tokenizer, or preprocess the text again"
+            f"{file}: document {document} holds token id {token} (its token {place}), but the "
+            f"vocabulary has {vocab_size} entries (padded_vocab_size): the data was made with another tokenizer; "
+            "set vocab_file to that tokenizer, or preprocess the text again with the one in vocab_file"
         )
 
 

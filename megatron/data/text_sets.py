@@ -127,7 +127,10 @@ def build_text_sets(
             ensure_cached(_cache_dir(plan, args), _map_builders(plan, args))
         lines = [line for plan in plans for line in _log_lines(plan, args, train_batch_size)]
         if args.eval_iters and (args.data_path or cuts_listed_paths(args)) and "valid" not in {p.name for p in plans}:
-            lines.append(f'WARNING: split "{args.split}" leaves no documents for eval_iters: {args.eval_iters}')
+            lines.append(
+                f'WARNING: split "{args.split}" leaves no document to validate with, and eval_iters is '
+                f"{args.eval_iters}: there is no validation; use more data or another split, or eval_iters: 0"
+            )
         return plans, lines
 
     plans, log_lines = on_one_rank(write)
@@ -166,7 +169,9 @@ def _plans(
         plans += _further_plans(args, data_state)
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.sources[0].stop > plan.sources[0].start]
     if sample_counts[0] > 0 and not any(plan.name == "train" for plan in plans):
-        raise DataError(f"no training document (data {prefixes}, split {args.split}); use more data or another split")
+        raise DataError(
+            f"no document is left for training (data {prefixes}, split {args.split}); use more data or another split"
+        )
     for plan in plans:
         for source in plan.sources:
             _check_length(plan.name, source, args)
@@ -329,7 +334,9 @@ def _tokens(source: _TextSource, args: NeoXArgs) -> int:
 def _check_length(name: str, source: _TextSource, args: NeoXArgs) -> None:
     """Raise DataError if a source does not hold integers, or has too few tokens for one window."""
     if source.indexed.dtype.kind not in "iu":
-        raise DataError(f"{source.origin}: holds {source.indexed.dtype}, but tokens are integers; give token ids")
+        raise DataError(
+            f"{source.origin}: holds {source.indexed.dtype}, but tokens are integers; give a dataset of token ids"
+        )
     tokens, seq_length = _tokens(source, args), args.seq_length
     if tokens < seq_length + 1 and packing_from_args(args).windows:
         raise DataError(
@@ -372,8 +379,9 @@ def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
     maps = build_maps(source.indexed.sizes, *_order(source, args), source.labels, source.earlier_ends)
     if len(maps.sample_idx) < 2:
         raise DataError(
-            f"{source.origin}: none of its {source.stop - source.start} documents has a trained label, is short enough "
-            f"(allow_chopped: {args.allow_chopped}) or fills seq_length {args.seq_length} (drop_last: {args.drop_last})"
+            f"{source.origin}: no sample can be made of its {source.stop - source.start} documents: none has a label "
+            f"to train, is short enough (allow_chopped: {args.allow_chopped}), or fills a block of seq_length "
+            f"{args.seq_length} (drop_last: {args.drop_last}); use other data, or change these keys"
         )
     return maps
 

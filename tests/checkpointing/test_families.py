@@ -342,7 +342,7 @@ def test_what_no_family_computes_is_refused() -> None:
     weights = random_weights(args)
     del weights[2]["mlp.linear1.bias"]
     weights[2]["mlp.linear2.bias"] = torch.zeros(31)
-    with pytest.raises(CheckpointError, match=r"layer 2 .*mlp.linear1.bias .*\(128,\), .* \(31,\)"):
+    with pytest.raises(CheckpointError, match=r"layer 2: .*mlp.linear1.bias .*\(128,\), .* \(31,\)"):
         list(to_hf(args, weights.items()))
 
 

@@ -214,8 +214,8 @@ def without_moment(rank: int, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "keys", "facts"), [
-    (lambda rank, state: state.update(optimizer=None), {}, "torch.optim"),
-    (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "torch.optim"),
+    (lambda rank, state: state.update(optimizer=None), {}, "as torch.optim saves"),
+    (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "as torch.optim saves"),
     (without_moment, {}, "exp_avg_sq"),
     (lambda rank, state: None, {"norm": "rmsnorm"}, "does not fit the parameters"),
 ], ids=["none", "fp16 without ZeRO", "no Adam", "another model"])  # fmt: skip

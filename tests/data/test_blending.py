@@ -143,7 +143,7 @@ def test_every_sample_of_a_member_is_seen_once_and_in_order():
 def test_a_member_that_would_run_out_is_refused():
     """Upstream starts it again."""
     maps = build_blend([7, 3], 1000)
-    with pytest.raises(DataError, match=r"set1\.bin: 299 samples, 300"):
+    with pytest.raises(DataError, match=r"set1\.bin: 299 samples, but the blend draws 300"):
         BlendedDataset([_Numbers(0, 700), _Numbers(1, 299)], maps)  # type: ignore[list-item]
 
 

@@ -60,7 +60,7 @@ def test_sets_are_spread_over_the_epoch():
 
 def test_less_than_a_batch_is_refused(tmp_path: Path):
     args, _ = make(tmp_path)
-    with pytest.raises(DataError, match="train_epochs: 3 .*107 .*train_batch_size 400"):
+    with pytest.raises(DataError, match="train_epochs: 3 .*107 .*train_batch_size of 400"):
         epoch_iterations(args, 400)
 
 

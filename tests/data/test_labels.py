@@ -119,7 +119,7 @@ def test_rewards_keep_their_fractions(tmp_path: Path):
 
 @pytest.mark.parametrize(("rows", "message"), [
     ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 .*2 labels.*text\.bin .*3 tokens"),
-    ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2"),
+    ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2: document 1 "),
 ])  # fmt: skip
 def test_labels_of_other_documents_are_refused(rows: list[list[int]], message: str, tmp_path: Path):
     text = write_rows(tmp_path / "text", [[1, 2, 3], [4, 5, 6]])
@@ -160,7 +160,7 @@ def test_no_sample_at_all_is_refused(tmp_path: Path):
         {"pack_impl": "unpacked", "train_label_data_paths": None, "allow_chopped": False, "seq_length": 1},
         {"drop_last": True, "seq_length": 10},
     ):
-        with pytest.raises(DataError, match=r"text\.bin \(train_data_paths\): none .*3 documents"):
+        with pytest.raises(DataError, match=r"text\.bin \(train_data_paths\): no sample .*3 documents"):
             build(labelled_args(tmp_path, (text, label), **{"seq_length": 2, **changes}))
 
 

@@ -99,7 +99,7 @@ def test_a_set_smaller_than_a_batch(tmp_path: Path):
     ({"seq_length": 50000, "eval_iters": 0}, "train .*split .*: 6864 tokens in 78 documents"),
     ({"data_path": None}, "no training data.*data_path"),
     ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
-    ({"split": "0,1,0"}, "no training document"),
+    ({"split": "0,1,0"}, "no document .*training"),
 ])  # fmt: skip
 def test_data_that_cannot_be_used(changes: dict, message: str, tmp_path: Path):
     with pytest.raises(DataError, match=message):
@@ -243,7 +243,7 @@ def test_sets_know_the_vocabulary(tmp_path: Path):
         train = build(make_blend(tmp_path, **changes)).train
         assert train is not None and max(train[i].tokens.max() for i in range(len(train))) == 379
         small = build(make_blend(tmp_path, padded_vocab_size=379, **changes)).train
-        with pytest.raises(DataError, match="holds token id 379 .*padded_vocab_size is 379"):
+        with pytest.raises(DataError, match="holds token id 379 .* the vocabulary has 379 entries"):
             for i in range(len(small)):
                 small[i]
 

@@ -78,7 +78,7 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert text.startswith("convert_hf_to_neox.py: error: org/name: ") and "Hub" in text
     assert "model_parallel_size: 3 " in refused(convert_hf_to_neox.main, *words, "7", "--tp", "3")
     latest = (tmp_path / "out" / "latest").read_text()
-    assert "--revision main" in refused(convert_hf_gptneox_to_neox.main, *words, "5", "--revision", "main")
+    assert "leave --revision main out" in refused(convert_hf_gptneox_to_neox.main, *words, "5", "--revision", "main")
     assert (tmp_path / "out" / "latest").read_text() == latest and not (tmp_path / "out" / "tokenizer").exists()
 
 

@@ -128,7 +128,7 @@ def test_llama_3_and_what_is_refused(tmp_path: Path) -> None:
     text = refused(convert_neox_to_raw_llama, input_dir=hf, output_dir=raw)
     assert text.startswith(f"convert_neox_to_raw_llama.py: error: {raw}: already exists")
     text = refused(convert_neox_to_raw_llama, input_dir=hf, output_dir=tmp_path / "r3", num_output_shards=3)
-    assert "3 files" in text
+    assert "evenly over 3 files" in text
     for case, problem in (("llama linear", "tied embeddings"), ("llama wide", "head_dim 6"), ("qwen 3", "qwen3")):
         hf_folder = model_folder(tmp_path / case, case)
         assert problem in refused(convert_neox_to_raw_llama, input_dir=hf_folder, output_dir=tmp_path / "no")

@@ -185,7 +185,9 @@ def open_base(
     source = checkpoint_folder(path)
     opened = OpenCheckpoint(source)
     if opened.manifest is not None and opened.manifest.model.get("lora") is not None:
-        raise CheckpointError(f"{source}: has adapters of its own; merge them first (tools/ckpts/adapter.py merge)")
+        raise CheckpointError(
+            f"{source}: these base weights have adapters of their own; merge them first (tools/ckpts/adapter.py merge)"
+        )
     args = plain_args((args or checkpoint_args(source)).replace(lora=None))
     new_head = bool(args.score_head) and not has_score_head(source, args)
     load = partial(load_weights, opened, args, new_head=new_head)

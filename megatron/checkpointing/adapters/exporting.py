@@ -116,7 +116,8 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparis
         import transformers
     except ModuleNotFoundError as problem:
         raise CheckpointError(
-            f"comparing with peft needs {problem.name}: install it, or use --against merged"
+            f"the comparison with peft needs the package {problem.name}: pip install {problem.name}, or compare "
+            "with merged weights instead (--against merged)"
         ) from None
     with tempfile.TemporaryDirectory() as spare:
         model_folder = base.path if base.is_hf else Path(spare) / "model"

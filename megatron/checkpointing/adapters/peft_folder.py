@@ -96,7 +96,9 @@ class PeftFolder:
         self._check_config()
         file = next((self.path / name for name in (WEIGHTS, OLDER_WEIGHTS) if (self.path / name).is_file()), None)
         if file is None:
-            raise CheckpointError(f"{self.path}: holds adapter_config.json but no {WEIGHTS} or {OLDER_WEIGHTS}")
+            raise CheckpointError(
+                f"{self.path}: holds adapter_config.json but no weights: {WEIGHTS} or {OLDER_WEIGHTS}"
+            )
         self.file = SafetensorsFile(file) if file.name == WEIGHTS else PickledFile(file)
         # For modules_to_save, peft sometimes also saves the module as it was before training.
         names = {_today(name): name for name in self.file.shapes if ".original_module." not in name}
@@ -113,7 +115,9 @@ class PeftFolder:
         if kind != "LORA":
             raise CheckpointError(f"{file}: peft_type: {kind} is not supported; only LORA is")
         if self.config.get("task_type") not in (None, CAUSAL, SCORES):
-            raise CheckpointError(f"{file}: task_type: {self.config['task_type']}: only {CAUSAL} and {SCORES} work")
+            raise CheckpointError(
+                f"{file}: task_type: {self.config['task_type']} is not supported; only {CAUSAL} and {SCORES} are"
+            )
         for name, value in self.config.items():
             is_supported = value in _FIXED[name] if name in _FIXED else name in _READ | _SILENT
             if not is_supported and value:
@@ -272,7 +276,10 @@ class PeftFolder:
         embedding = [key for key in keys if kinds[key.split(".")[-2]] == "embed_tokens"]
         heads = [key for key in keys if key not in embedding]
         if not embedding or not heads:
-            return [f"{keys[0]}: tied to the head, but only one is saved; train both (peft's ensure_weight_tying)"]
+            return [
+                f"{keys[0]}: embedding and head are tied, but only one of them is saved; train both as one tensor "
+                "(peft's ensure_weight_tying)"
+            ]
         embedding_value, head_value = (self.file.get(self._stored[key]) for key in (embedding[0], heads[0]))
         if torch.equal(embedding_value, head_value):
             return []

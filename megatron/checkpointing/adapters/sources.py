@@ -78,7 +78,9 @@ def open_adapter(path: str | Path, base_args: NeoXArgs | None = None) -> Adapter
         Raises CheckpointError, also if the adapters do not fit `base_args`."""
     if is_peft(path):
         if base_args is None:
-            raise CheckpointError(f"{path}: peft's format does not hold the base model; name it with --base")
+            raise CheckpointError(
+                f"{path}: a folder in peft's format does not describe its base model; name the model with --base"
+            )
         folder = PeftFolder(path)
         args = folder.args_over(plain_args(base_args.replace(lora=None)))
         return AdapterSource(Path(path), args, folder.reader(args))

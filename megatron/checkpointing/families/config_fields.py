@@ -201,7 +201,9 @@ def window_keys(window: int | None, types: Sequence[str]) -> dict[str, Any]:
     types: `layer_types` of config.json."""
     unknown = sorted(set(types) - {SLIDING, FULL})
     if unknown:
-        raise CheckpointError(f"config.json: layer_types: {', '.join(unknown)}: only {SLIDING} and {FULL} work")
+        raise CheckpointError(
+            f"config.json: layer_types: {', '.join(unknown)} is not supported, only {SLIDING} and {FULL}"
+        )
     if window is None or SLIDING not in types:
         return {}
     return {"sliding_window_width": window - 1, "layer_types": list(types)}

@@ -53,7 +53,9 @@ def from_hf(
     if gives_score(config):
         labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
         if labels != 1:
-            raise CheckpointError(f"config.json: num_labels: {labels}: only reward models, with 1 label, are supported")
+            raise CheckpointError(
+                f"config.json: num_labels: {labels}: classifiers are not supported, only reward models with 1 label"
+            )
         keys["score_head"] = True
     vocab = config.get("vocab_size")
     if not isinstance(vocab, int):
@@ -191,7 +193,9 @@ def to_hf(
             shape_problems = [
                 f"{name} is {given_shapes.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
             ]
-            raise CheckpointError(f"layer {layer} does not fit config.json: {shortened(shape_problems, _MAX_NAMED)}")
+            raise CheckpointError(
+                f"layer {layer}: tensors do not fit the configuration: {shortened(shape_problems, _MAX_NAMED)}"
+            )
         shared: dict[str, dict[int, Tensor]] = {}  # parts of HuggingFace tensors that interleave several parameters
         for spec, row in _rows(table, args, layer, specs.get(layer, ())):
             parameter = tensors[spec.name]

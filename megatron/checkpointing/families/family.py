@@ -165,7 +165,9 @@ def _stacked(parts: Iterable[Tensor], number: int) -> Tensor:
         if value is None:
             value = part.new_empty((number, *part.shape))
         if part.dtype != value.dtype:
-            raise CheckpointError(f"experts of one block are {value.dtype} and {part.dtype}; convert all to one dtype")
+            raise CheckpointError(
+                f"experts of one block have dtypes {value.dtype} and {part.dtype}; convert all to one dtype"
+            )
         value[i] = part
     assert value is not None
     return value.flatten(0, 1)

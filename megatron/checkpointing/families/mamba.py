@@ -151,7 +151,7 @@ def _mamba2_keys(config: Config) -> dict[str, Any]:
     inner, hidden, expand = config["num_heads"] * config["head_dim"], config["hidden_size"], config["expand"]
     if inner != hidden * expand:
         raise CheckpointError(
-            f"config.json: expand: {expand} x hidden_size {hidden} is not num_heads x head_dim, {inner}"
+            f"config.json: expand: {expand} times hidden_size {hidden} must equal num_heads times head_dim, {inner}"
         )
     return {
         **_common_keys(config, "mamba2"),

@@ -41,7 +41,7 @@ def text_config(config: Config) -> dict[str, Any]:
     family = text.get("model_type") or next(iter(towers))
     if family not in towers:
         raise CheckpointError(
-            f"config.json: text_config.model_type: {family}: {model_type} supports only {', '.join(towers)}"
+            f"config.json: text_config.model_type: {family} is not supported in {model_type}, only {', '.join(towers)}"
         )
     if gives_score(config):
         raise CheckpointError(f"config.json: a multimodal reward model ({model_type}) is not supported")

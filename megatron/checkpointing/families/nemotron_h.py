@@ -159,7 +159,9 @@ def _expert_keys(config: Config) -> dict[str, Any]:
 def _config(args: ModelArgs) -> dict[str, Any]:
     unsupported = sorted(set(args.attention_config) - _KINDS.keys())
     if unsupported:
-        raise CheckpointError(f"the family nemotron_h lacks blocks of kind {', '.join(unsupported)} (attention_config)")
+        raise CheckpointError(
+            f"the family nemotron_h has no blocks of kind {', '.join(unsupported)} (attention_config)"
+        )
     limit, blocks = args.mamba_time_step_limit or (0.0,), set(args.attention_config)
     config = {
         **size_config(args),

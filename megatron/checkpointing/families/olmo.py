@@ -42,7 +42,7 @@ def local_rope_keys(rope: Config) -> dict[str, Any]:
     rope: the rotary parameters of these layers. Raises CheckpointError if they have rotary scaling."""
     if rope["rope_type"] != "default":
         raise CheckpointError(
-            f"config.json: rope_parameters.{SLIDING}.rope_type: {rope['rope_type']}: only default is supported"
+            f"config.json: rope_parameters.{SLIDING}.rope_type: {rope['rope_type']} is not supported, only default"
         )
     return {"rope_local_base_freq": float(number(rope["rope_theta"]))}
 

@@ -153,7 +153,10 @@ def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
         if (folder / name).is_file() and name in files:
             content = (folder / name).read_bytes()
             return content == files[name] or name == "tokenizer.json" and _tokens(content) == _tokens(files[name])
-    raise CheckpointError(f"{folder}: no tokenizer.json or tokenizer.model to compare with the run's tokenizer; add it")
+    raise CheckpointError(
+        f"{folder}: has no tokenizer.json or tokenizer.model, so its tokenizer cannot be compared with this run's "
+        f"{type(tokenizer).__name__}; add the file"
+    )
 
 
 def _tokens(content: bytes) -> tuple[Any, dict[str, int]]:
@@ -338,7 +341,9 @@ def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
         try:
             return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
         except TokenizerError as problem:
-            raise CheckpointError(f"tokenizer: {problem}; or leave it out with --no_save_tokenizer") from problem
+            raise CheckpointError(
+                f"tokenizer: {problem}; or leave the tokenizer out with --no_save_tokenizer"
+            ) from problem
 
 
 def _tokenizer_config(tokenizer: Tokenizer) -> bytes:

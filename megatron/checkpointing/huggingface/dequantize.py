@@ -83,7 +83,7 @@ def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
         block = quantization.get("weight_block_size", (128, 128))
         if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
             raise CheckpointError(
-                f"{folder_name}: config.json: weight_block_size: {block}: write two whole numbers above 0"
+                f"{folder_name}: config.json: weight_block_size: {block} is not a pair of whole numbers above 0"
             )
         return Fp8(folder_name, None if block is None else (block[0], block[1]))
     if method == "mxfp4":
@@ -144,7 +144,8 @@ class Fp8:
             is_single = self.block is None and math.prod(scales.shape) in (1, math.prod(grid))
             if scales.shape != grid and not is_single:
                 raise CheckpointError(
-                    f"{self.folder_name}: {name + _SCALE}: has shape {scales.shape}, weight_block_size needs {grid}"
+                    f"{self.folder_name}: {name + _SCALE}: has shape {scales.shape}, but weight_block_size "
+                    f"in config.json implies {grid}"
                 )
             weights[name] = Packed(name, name + _SCALE, tensor.shape)
         return weights
@@ -199,7 +200,9 @@ class Mxfp4:
                 continue
             scales = stored.get(weight + _SCALES)
             if scales is None or scales.dtype != torch.uint8:
-                raise CheckpointError(f"{self.folder_name}: {name} is MXFP4, but lacks {weight + _SCALES} in uint8")
+                raise CheckpointError(
+                    f"{self.folder_name}: {name} is in MXFP4, but its scales {weight + _SCALES} in uint8 are missing"
+                )
             if len(tensor.shape) not in (3, 4) or tensor.shape != (*scales.shape, _GROUP // 2):
                 raise CheckpointError(
                     f"{self.folder_name}: {name} has shape {tensor.shape}, but its scales {scales.shape} need "

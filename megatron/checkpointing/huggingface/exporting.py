@@ -221,7 +221,9 @@ def _prepare(
     unchanged = unchanged_family(args, extras.config)
     if family in TEXT_TOWERS:
         if unchanged is None or extras.full_config.get("model_type") != family:
-            raise CheckpointError(f"{source}: has no vision part, as it was not imported from a {family} model")
+            raise CheckpointError(
+                f"{source}: was not imported from a {family} model, so it has no vision part; choose another family"
+            )
         family = None
     is_part = is_multimodal(extras.full_config)
     is_unchanged = unchanged is not None and (family is None or (family == unchanged and not is_part))
@@ -292,7 +294,9 @@ def read_layers(
                 },
             )
     if problems:
-        raise CheckpointError(f"{source.path}: weights do not fit its config:\n  " + "\n  ".join(_grouped(problems)))
+        raise CheckpointError(
+            f"{source.path}: the weights do not fit the configuration:\n  " + "\n  ".join(_grouped(problems))
+        )
 
 
 def _grouped(problems: Iterable[str]) -> list[str]:
@@ -347,7 +351,9 @@ def _begin_folder(output: Path, size: int) -> Path:
         names = {path.relative_to(output).as_posix(): path.is_dir() for path in entries}
         foreign = sorted(name for name, is_folder in names.items() if not _is_model_file(name, is_folder))
         if foreign:
-            raise CheckpointError(f"{output}: holds other files ({shortened(foreign, 3)}); choose another folder")
+            raise CheckpointError(
+                f"{output}: holds files that no export writes ({shortened(foreign, 3)}); choose another folder"
+            )
     temporary = output.with_name(f".tmp_{output.name}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     if Path(text).is_dir():
         if revision is not None:
             raise CheckpointError(
-                f"{text}: is a local folder, without revisions; remove --revision {revision}, or write hf://ORG/NAME"
+                f"{text}: is a local folder, which has no revisions; leave --revision {revision} out, or write "
+                "hf://ORG/NAME for a model on the Hub"
             )
         return Path(text)
     if Path(text).is_file():
@@ -88,7 +89,9 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
             snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
     except Exception as problem:  # any error of huggingface_hub, network or disk: the model cannot be fetched
         if (disk := disk_problem(problem)) is not None:
-            raise CheckpointError(f"{hub}: HF_HOME cannot be written ({disk}); set another folder") from problem
+            raise CheckpointError(
+                f"{hub}: HuggingFace's cache cannot be written ({disk}); set HF_HOME to another folder"
+            ) from problem
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         revision_text = f" at revision {revision}" if revision else ""
         raise CheckpointError(
@@ -147,7 +150,8 @@ class HFFolder:
             duplicates = sorted(entries.keys() & self._entries.keys())
             if duplicates:
                 raise CheckpointError(
-                    f"{file}: tensor {duplicates[0]} is also in {self._entries[duplicates[0]].file.name}; remove one"
+                    f"{file}: tensor {duplicates[0]} is also in {self._entries[duplicates[0]].file.name}; only "
+                    "one file may hold it"
                 )
             self._entries |= entries
         self._packed: Mapping[str, Packed] = {}
@@ -235,11 +239,15 @@ class HFFolder:
             if (self.path / index).is_file():
                 weight_map = read_json(self.path / index).get("weight_map") or {}
                 if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
-                    raise CheckpointError(f"{self.path / index}: weight_map: must map tensor names to file names")
+                    raise CheckpointError(
+                        f"{self.path / index}: weight_map: must be an object {{tensor name: file name}}"
+                    )
                 names = sorted(set(weight_map.values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
                 if missing or not names:
-                    raise CheckpointError(f"{self.path}: incomplete: missing {', '.join(missing) or 'all weights'}")
+                    raise CheckpointError(
+                        f"{self.path}: incomplete: missing {', '.join(missing) or 'all weight files'}"
+                    )
                 return [self.path / name for name in names]
             if (self.path / weights_file).is_file():
                 return [self.path / weights_file]
@@ -294,7 +302,9 @@ class HFFolder:
         for name in self.carried:
             dtype = weight_dtype(self.config) if name in self._packed else self._entries[name].dtype
             if dtype not in DTYPE_NAMES:
-                raise CheckpointError(f"{self.origin}: {name}: only floating-point tensors can be copied unchanged")
+                raise CheckpointError(
+                    f"{self.origin}: {name} is not a floating-point tensor, and only such tensors are copied unchanged"
+                )
             dtypes[name] = dtype
         return dtypes
 

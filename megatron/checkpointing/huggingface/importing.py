@@ -219,7 +219,9 @@ def _check_target(final: Path) -> None:
     if final.exists():
         manifest = read_manifest(final)
         if manifest is None or manifest.data or manifest.optimizer:
-            raise CheckpointError(f"{final}: is a run's checkpoint; choose another folder or --iteration")
+            raise CheckpointError(
+                f"{final}: already exists, as a checkpoint of a run; choose another folder or --iteration"
+            )
 
 
 def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
@@ -291,7 +293,8 @@ def _open_as(
     assert rows is not None
     if rows < folder.vocab_size:
         raise CheckpointError(
-            f"{path}: has {folder.vocab_size} vocabulary rows; padded_vocab_size: {rows} is less; leave it out"
+            f"{path}: has {folder.vocab_size} vocabulary rows, but padded_vocab_size is {rows}; leave the key out, or "
+            f"set at least {folder.vocab_size}"
         )
     keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
     _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path), new_head)

@@ -109,7 +109,9 @@ def compare_logits(
         )
     comparison = LogitComparison.from_logits(logits, reference_logits, tokens, not_loaded=not_loaded)
     if not comparison.is_close:
-        raise CheckpointError(f"{folder.origin}: its logits are not those of the checkpoint: {comparison}")
+        raise CheckpointError(
+            f"{folder.origin}: is not the same model as the checkpoint, because logits differ: {comparison}"
+        )
     # Equal logits do not prove that rows of tokens outside the batch are equal.
     args = plain_args(args)
     layers = ((layer, weights(layer)) for layer, specs in layer_params(args).items() if specs)

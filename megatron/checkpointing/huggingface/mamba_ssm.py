@@ -135,7 +135,9 @@ def export_mamba_ssm(
         replaced. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
     if args.lora is not None:
-        raise CheckpointError(f"{source}: holds LoRA adapters; merge them first (tools/ckpts/adapter.py merge)")
+        raise CheckpointError(
+            f"{source}: holds LoRA adapters and base weights; merge them first (tools/ckpts/adapter.py merge)"
+        )
     opened, args = open_checkpoint(source), plain_args(args)
     dtype, wide = dtypes_to_write(source, dtype)
     extras = companion_files_of(

@@ -117,7 +117,7 @@ class RawLlama(HFFolder):
             if isinstance(problem, CheckpointError):
                 raise
             raise CheckpointError(
-                f"{raw / PARAMS}: cannot be read ({type(problem).__name__}: {problem}); is it Meta's?"
+                f"{raw / PARAMS}: cannot be used ({type(problem).__name__}: {problem}); is it Meta's file?"
             ) from problem
         if self._parts[0]["tok_embeddings.weight"].shape[1] == dim:  # sharded along dimension 0, or a single file
             name = "model.embed_tokens.weight"
@@ -180,7 +180,9 @@ def _config(params: Mapping[str, Any], model_type: str, positions: int, inner: i
 
     inner, rows: width of the MLP and size of the vocabulary, which params.json does not always give."""
     if params.get("moe") or params.get("vision_chunk_size", -1) > 0:
-        raise CheckpointError(f"{PARAMS}: only dense text models are supported; convert the HuggingFace version")
+        raise CheckpointError(
+            f"{PARAMS}: mixtures of experts and image models are not supported; convert the HuggingFace version instead"
+        )
     scaled = {"rope_type": "llama3", "factor": float(params.get("rope_scaling_factor") or 8.0), **_SCALED}
     config = {
         "architectures": [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}[model_type]],
@@ -247,7 +249,9 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     strange = sorted(table.keys() ^ folder.shapes.keys())
     if strange:
         verb = "holds" if strange[0] in folder.shapes else "lacks"
-        raise CheckpointError(f"{folder.origin}: {verb} tensor {strange[0]}, unlike a LLaMA in Meta's format")
+        raise CheckpointError(
+            f"{folder.origin}: {verb} tensor {strange[0]}; Meta's format has exactly the tensors of a LLaMA"
+        )
     dtypes = set(folder.dtypes.values())
     dtype = dtypes.pop()
     if dtypes or dtype is None:
@@ -258,7 +262,9 @@ def write_raw(folder: HFFolder, output: str | Path, shards: int = 1) -> Path:
     sizes |= {"num_attention_heads": params["n_heads"], "num_key_value_heads": params["n_kv_heads"]}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if shards < 1 or size % shards]
     if uneven:
-        raise CheckpointError(f"{folder.origin}: {shards} files cannot share {uneven[0]} evenly; choose another number")
+        raise CheckpointError(
+            f"{folder.origin}: {uneven[0]} cannot be split evenly over {shards} files; choose another number of files"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: already exists; remove it, or choose another folder")
     temporary = output.with_name(f".tmp_{output.name}")

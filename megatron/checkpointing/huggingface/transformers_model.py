@@ -63,7 +63,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> tuple[Tensor, str |
     except Exception as problem:  # transformers reads the user's files and raises errors of any kind
         words = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
         raise CheckpointError(
-            f"{folder.origin}: transformers cannot run it, so its logits were not checked ({words})"
+            f"{folder.origin}: transformers could not load or run this model, so its logits were not checked ({words})"
         ) from problem
 
 
@@ -153,7 +153,7 @@ def _loaded(auto: Any, config: Any, folder: HFFolder) -> Mapping[str, Tensor]:
         if info[kind]:
             names = sorted(str(name) for name in info[kind])
             raise CheckpointError(
-                f"{folder.origin}: {kind.replace('_', ' ')} in transformers: {shortened(names, _MAX_NAMED)}"
+                f"{folder.origin}: transformers reports {kind.replace('_', ' ')}: {shortened(names, _MAX_NAMED)}"
             )
     return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
 
@@ -202,7 +202,10 @@ def _refuse_unread(folder: HFFolder, family: Family, stored: Stored) -> None:
     unread = {name for name in folder.shapes.keys() - read if not re.fullmatch(family.ignored, name)}
     unread -= {family.head} if gives_score(folder.config) else set()
     if unread:
-        raise CheckpointError(f"{folder.origin}: transformers does not use {shortened(sorted(unread), _MAX_NAMED)}")
+        raise CheckpointError(
+            f"{folder.origin}: holds tensors that transformers' model does not use: "
+            f"{shortened(sorted(unread), _MAX_NAMED)}"
+        )
 
 
 def _compare_loaded(folder: HFFolder, loaded: Mapping[str, Tensor], stored: Stored) -> None:
@@ -285,7 +288,7 @@ def lend(
                 value = get(f"{path}.{param_name}" if path else param_name).float()
                 if value.shape != param.shape:
                     raise CheckpointError(
-                        f"{path}.{param_name}: has shape {tuple(value.shape)}, not {tuple(param.shape)} as the model"
+                        f"{path}.{param_name}: has shape {tuple(value.shape)}, but the model needs {tuple(param.shape)}"
                     )
                 part._parameters[param_name] = nn.Parameter(value, requires_grad=False)
 

@@ -48,7 +48,9 @@ def write_runs(files: Sequence[InputFile], ngrams: int, folder: Path) -> Evaluat
             sets.append(np.full(len(values), number, np.int32))
     if not sum(map(len, runs_by_batch)):
         names = ", ".join(str(file.path) for file in files)
-        raise DataError(f"{names}: every text is shorter than {ngrams} words; set a smaller --decontaminate-ngrams")
+        raise DataError(
+            f"--decontaminate: {names}: every text is shorter than {ngrams} words; set a smaller --decontaminate-ngrams"
+        )
     runs, first_index = np.unique(np.concatenate(runs_by_batch), return_index=True)
     np.save(folder / "runs.npy", runs)
     np.save(folder / "sets.npy", np.concatenate(sets)[first_index])

@@ -136,4 +136,7 @@ def _score(row: InputRow, options: CleaningOptions) -> float:
     with suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-    raise DataError(f"{row.location()}: --score {options.minhash.score} is {str(value)[:40]}, not a finite number")
+    raise DataError(
+        f"{row.location()}: --score {options.minhash.score} is {str(value)[:40]}, expected a finite number; mend the "
+        "row, or skip it: --on-error skip"
+    )

@@ -194,7 +194,10 @@ class _Job:
         if not sum(documents.values()):
             shutil.rmtree(self.work.folder / FILTERED)  # a restart would drop all documents again
             reasons = ", ".join(f"{reason} {number}" for reason, number in account.dropped.most_common(5))
-            raise DataError(f"the rules drop all {account.read} documents{f': {reasons}' if reasons else ''}")
+            raise DataError(
+                f"all {account.read} documents are dropped{f': {reasons}' if reasons else ''}; use weaker rules or "
+                "other data"
+            )
         for file in (*self.files, *self.evaluation):
             if not file.path.exists() or InputFile.from_path(file.path, file.rows) != file:
                 raise DataError(f"{file.path}: this input changed while the job read it; run the command again")
@@ -211,7 +214,8 @@ class _Job:
         runs = write_runs(self.evaluation, ngrams, folder)
         self.work = Work(self.work.folder, self.work.options, runs.names)
         if runs.short:
-            self.notes.append(f"--decontaminate ignores {runs.short} of {runs.texts} texts: fewer than {ngrams} words")
+            self.notes.append(f"--decontaminate: {runs.short} of {runs.texts} texts have fewer than {ngrams} words, "
+                              "so no document was compared with them")  # fmt: skip
 
     def _filter(self, account: Account) -> list[_FilteredPart]:
         """Filter each part of the input and add its counts to `account`; return each part's document count

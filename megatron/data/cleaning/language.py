@@ -37,7 +37,10 @@ class LanguageIdentifier:
         supported = set(self._model.labels)
         unknown = [name for name in rule.languages if name not in supported]
         if unknown:
-            raise DataError(f"--language {', '.join(unknown)}: py3langid knows only {', '.join(sorted(supported))}")
+            raise DataError(
+                f"--language {', '.join(unknown)}: py3langid does not support this; use some of "
+                f"{', '.join(sorted(supported))}"
+            )
 
     def check(self, text: str, counts: Counter[str]) -> str | None:
         """Return the reason to drop a text, None to keep it; add its language to `counts`."""

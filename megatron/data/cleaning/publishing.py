@@ -144,7 +144,9 @@ def check_target(target: Path, identity: str, inputs: Sequence[InputFile], overw
         if foreign:
             raise DataError(f"{foreign[0]}: this file was not made by this command; choose another OUT")
     elif not overwrite:
-        raise DataError(f"{target}: this folder holds another job's result; choose another OUT, or add --overwrite")
+        raise DataError(
+            f"{target}: this folder holds the result of another job; choose another OUT, or add --overwrite"
+        )
     return None
 
 

@@ -132,10 +132,17 @@ def rules_of(names: Sequence[str], settings: Sequence[str] = ()) -> tuple[tuple[
     for name in rule_names:
         if name not in RULES:
             suggestions = get_close_matches(name, [*RULES, *_SEVERAL], 1)
-            hint = f"; did you mean {suggestions[0]}?" if suggestions else f"; use {', '.join([*_SEVERAL, *RULES])}"
+            hint = (
+                f"; did you mean {suggestions[0]}?"
+                if suggestions
+                else f"; the rules are {', '.join([*_SEVERAL, *RULES])}"
+            )
             raise DataError(f"--recipe: there is no rule {name!r}{hint}")
     if len(set(rule_names)) < len(rule_names):
-        raise DataError(f"--recipe {', '.join(names)} names a rule twice (gopher: gopher-repetition, gopher-quality)")
+        raise DataError(
+            f"--recipe: {', '.join(names)}: a rule is named twice; name each once (gopher is gopher-repetition and "
+            "gopher-quality)"
+        )
     changes: dict[str, dict[str, Any]] = {name: {} for name in rule_names}
     for setting in settings:
         path, equals, text = setting.partition("=")
@@ -150,7 +157,9 @@ def _value(setting: str, rule: type[Rule], key: str, text: str) -> Any:
     defaults = {item.name: item.default for item in dataclasses.fields(rule)}
     if key not in defaults:
         suggestions = get_close_matches(key, defaults, 1)
-        raise DataError(f"--set {setting}: no such key {key!r}; did you mean {' or '.join(suggestions or defaults)}?")
+        raise DataError(
+            f"--set {setting}: the rule has no key {key!r}; did you mean {' or '.join(suggestions or defaults)}?"
+        )
     default = defaults[key]
     try:
         value = _tuples(yaml.safe_load(text))

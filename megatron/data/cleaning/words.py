@@ -85,7 +85,9 @@ class Splitter(dict[str, _Chunk]):
             nlp: Any = spacy.blank(self._language)
         except (ImportError, ValueError, OSError) as problem:
             reason = str(problem).strip().splitlines()[0]
-            raise DataError(f"--word-language {self._language}: spaCy cannot split the language ({reason})") from None
+            raise DataError(
+                f"--word-language {self._language}: spaCy cannot split this language ({reason}); use another code"
+            ) from None
         self._ends = frozenset(nlp.add_pipe("sentencizer").punct_chars)
         self._tokenizer, self._special = nlp.tokenizer, frozenset(nlp.tokenizer.rules)
 

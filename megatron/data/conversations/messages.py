@@ -137,7 +137,9 @@ def _call(call: object, location: str) -> Message:
     if isinstance(arguments, str):
         arguments = _parsed(arguments or "{}", f"{location}: the arguments of {function['name']}")
     if not isinstance(arguments, dict):
-        raise DataError(f"{location}: arguments of {function['name']} are {type(arguments).__name__}, not an object")
+        raise DataError(
+            f"{location}: the arguments of {function['name']} are {type(arguments).__name__}, not an object"
+        )
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {**function, "arguments": arguments}}
 
@@ -156,11 +158,15 @@ def _weight(message: Message, location: str) -> bool:
     trained = True
     for name in _FRACTIONS:
         if name in message:
-            raise DataError(f"{location}: {name} is not supported; remove it, or write weight: 0 for no training")
+            raise DataError(
+                f"{location}: {name} is not supported; remove it, or write weight: 0 if the message must not be trained"
+            )
     for name in _TRAINED:
         value = message.pop(name, True)
         if value not in (0, 1):
-            raise DataError(f"{location}: {name} is {value!r}; write 1 or true to train the message, else 0 or false")
+            raise DataError(
+                f"{location}: {name} is {value!r}; write 1 or true if the message is trained, 0 or false if not"
+            )
         trained &= bool(value)
     return trained
 
@@ -263,7 +269,9 @@ def check_characters(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError("the text holds half of a surrogate pair, which is not a character; remove it") from None
+        raise DataError(
+            "the text holds half of a surrogate pair, which is not a character; remove it from the data"
+        ) from None
 
 
 def roles_of(messages: Iterable[Message]) -> str:

@@ -165,4 +165,7 @@ def quoted(text: str) -> str:
 
 
 def _left_out(location: str, content: str) -> DataError:
-    return DataError(f"{location} is not in the chat template's output, or out of order: {quoted(content)}")
+    return DataError(
+        f"{location} is not in what the chat template writes, or not in this order: {quoted(content)}; mend the "
+        "template or the messages"
+    )

@@ -42,7 +42,10 @@ def find_file_groups(prefix: str | Path) -> list[FileGroup]:
         prefixes = [file.removesuffix(".idx") for file in files if file.endswith(f"{DOCUMENT}.idx")]
         texts = [file for file in prefixes if not file.endswith(COMPANIONS)]
         if not texts:
-            raise DataError(f"{path}.idx: no such file, nor {path}_*_document.idx; give a path without .bin/.idx")
+            raise DataError(
+                f"{path}.idx: no such file, and no {path}_*_document.idx either; give the path of a dataset without "
+                ".bin/.idx"
+            )
     names = (text.removesuffix(DOCUMENT).rsplit("_", 1)[-1] for text in texts)
     companions = ((companion_prefix(text, kind) for kind in COMPANIONS) for text in texts)
     return [FileGroup(name, text, *pair) for name, text, pair in zip(names, texts, companions, strict=True)]

@@ -196,7 +196,9 @@ def summary(kind: str, lengths: Mapping[str, np.ndarray], max_length: int, max_p
     for flag, limit, part, unit in limits:
         if part in lengths:
             count = int((lengths[part] > limit).sum())
-            lines.append(f"{flag} {limit}: {count} {unit} ({share(count, len(full_lengths))}) are longer and get cut")
+            lines.append(
+                f"{flag} {limit}: {count} {unit} ({share(count, len(full_lengths))}) are longer and would be cut"
+            )
             flags.append(f"{flag} {suggested_length(lengths[part])}")
     lines.append(f"suggested: {' '.join(flags)} (powers of two that hold {TARGET_SHARE:.0%} of the rows)")
     return lines

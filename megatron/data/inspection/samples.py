@@ -83,7 +83,10 @@ class StoredDocuments:
         counts = {len(text.doc_idx) - 1 for text in texts}
         if len(counts) > 1:
             names = ", ".join(f"{text.index_file} {len(text.doc_idx) - 1}" for text in texts)
-            raise DataError(f"files of a pair differ in documents: {names}; make them again in one preprocessing run")
+            raise DataError(
+                f"the files of a pair hold different numbers of documents: {names}; make them again in one "
+                "preprocessing run"
+            )
         self._count = counts.pop()
 
     def __len__(self) -> int:

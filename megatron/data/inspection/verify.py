@@ -110,11 +110,20 @@ def _check_layout(index: IndexedDataset) -> None:
                 raise DataError(f"{index.index_file}: {location} has {lengths[i]} tokens; the index is damaged")
             expected = int(ends[i - 1]) if i else end
             if pointers[i] != expected:
-                raise DataError(f"{index.index_file}: {location} points to byte {pointers[i]} instead of {expected}")
-            raise DataError(f"{index.data_file}: truncated after {size} bytes; {location} ends at byte {ends[i]}")
+                raise DataError(
+                    f"{index.index_file}: {location} points to byte {pointers[i]}, but must begin at byte {expected}; "
+                    "make or copy the pair again"
+                )
+            raise DataError(
+                f"{index.data_file}: truncated after {size} bytes, before the end of {location} at byte {ends[i]}; "
+                "make or copy the pair again"
+            )
         end = int(ends[-1])
     if size != end:
-        raise DataError(f"{index.data_file}: {size - end} bytes after the last document, which ends at byte {end}")
+        raise DataError(
+            f"{index.data_file}: {size - end} bytes after the last document, which ends at byte {end}; make or copy "
+            "the pair again"
+        )
 
 
 def _check_ids(dataset: IndexedDataset, vocab_size: int | None) -> VerifiedDataset:
@@ -140,7 +149,10 @@ def _check_same_documents(label: IndexedDataset, text: IndexedDataset) -> None:
             i = int(differ[0]) if len(differ) else n
             document = i - 1 if name == "doc_idx" else document_of(text, i)
             lengths = [_tokens(dataset, document) for dataset in (label, text)]
-            raise DataError(f"{label.index_file}: {lengths[0]} labels for {lengths[1]} tokens of document {document}")
+            raise DataError(
+                f"{label.index_file}: document {document} has {lengths[0]} labels, but {lengths[1]} tokens in "
+                f"{text.index_file}; make both again in one preprocessing run"
+            )
 
 
 def _tokens(dataset: IndexedDataset, document: int) -> int | str:

@@ -32,7 +32,10 @@ def mismatched_documents(documents: np.ndarray, responses_per_prompt: int, seed:
     mismatched = np.empty_like(documents)
     mismatched[order] = documents[np.roll(order, -1 if len(prompts) == len(documents) else -2)]
     if (mismatched // responses_per_prompt == documents // responses_per_prompt).any():
-        raise DataError(f"KTO needs more data than {len(documents)} trained answers to {len(prompts)} prompts")
+        raise DataError(
+            "KTO joins each prompt with an answer to another prompt, but too few can be trained: "
+            f"{len(documents)} answers to {len(prompts)} prompts; use more data"
+        )
     return mismatched
 
 

@@ -53,9 +53,15 @@ def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:
     """Raise DataError unless both files have the same number of documents and the same documents are
     empty."""
     if len(pos) != len(neg):
-        raise DataError(f"{pos.data_file}: {len(pos)} documents, but {neg.data_file} has {len(neg)}; make both again")
+        raise DataError(
+            f"{pos.data_file}: {len(pos)} documents, but {neg.data_file} has {len(neg)}: "
+            "the two files are not pairs; make both again in one preprocessing run"
+        )
     if not np.array_equal(pos.doc_idx, neg.doc_idx):
-        raise DataError(f"{pos.data_file} and {neg.data_file} differ in empty documents; make both without empty rows")
+        raise DataError(
+            f"{pos.data_file}: its empty documents differ from those of {neg.data_file}: chosen and rejected would "
+            "be paired wrongly; make both files again without the rows that have an empty side"
+        )
 
 
 def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
@@ -65,11 +71,15 @@ def check_reference(reference: IndexedDataset, side: IndexedDataset) -> None:
     """
     file = reference.data_file
     if len(reference) != len(side) or reference.dtype.kind != "f":
-        raise DataError(f"{file}: {len(reference)} documents of {reference.dtype}; expected {len(side)} of float32")
+        raise DataError(
+            f"{file}: {len(reference)} documents of {reference.dtype}; expected {len(side)} of float32; make the "
+            "values again"
+        )
     if (reference.sizes != 1).any() and (reference.sizes != side.sizes).any():
         document = int(np.flatnonzero(reference.sizes != side.sizes)[0])
         raise DataError(
-            f"{file}: document {document} has {reference.sizes[document]} values for {side.sizes[document]} tokens"
+            f"{file}: document {document} has {reference.sizes[document]} values for {side.sizes[document]} tokens of "
+            f"{side.data_file}; make the values again from these tokens"
         )
     bad = np.flatnonzero(~np.isfinite(reference.tokens))
     if len(bad):

@@ -229,7 +229,9 @@ def _examples(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
     for i, path in enumerate(paths):
         text = open_dataset(path, args.data_impl)
         if label_paths is None or reward_paths is None:
-            raise DataError(f"{path}: for KTO, set {name}_label_data_paths and {name}_reward_data_paths")
+            raise DataError(
+                f"{path}: KTO needs labels and rewards; set {name}_label_data_paths and {name}_reward_data_paths"
+            )
         labels, rewards = open_labels(label_paths[i], text), open_rewards(reward_paths[i], text)
         members.append(_PreferenceSource(name, (text,), (labels,), None, rewards, args.limit_samples))
     return members
@@ -353,8 +355,9 @@ def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> Preference
     )  # fmt: skip
     if len(maps.sample_idx) < 2:
         raise DataError(
-            f"{member.file}: none of {key.units} documents has a trained token within seq_length {key.seq_length} and "
-            f"max_length {key.limits.max_length} (allow_chopped: {key.packing.allow_chopped}); raise these lengths"
+            f"{member.file}: none of {key.units} documents makes a {member.name} sample: no answer has a trained token "
+            f"within seq_length {key.seq_length} and max_length {key.limits.max_length} (allow_chopped: "
+            f"{key.packing.allow_chopped}); raise these lengths, or check the labels"
         )
     return maps
 
@@ -423,7 +426,10 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
         rewards = _first_rewards(member.rewards, count)
         zero = np.flatnonzero(rewards == 0)
         if len(zero):
-            raise DataError(f"{member.rewards.data_file}: document {zero[0]} has reward 0; write 1 (desirable) or -1")
+            raise DataError(
+                f"{member.rewards.data_file}: document {zero[0]} has reward 0; write a reward above 0 (desirable) or "
+                "below 0 (undesirable)"
+            )
         desirable = rewards > 0
     return np.where(desirable, 1, -1).astype(np.float32)
 
@@ -447,8 +453,13 @@ def _log_lines(
     lines = [f"{line}; {padding:.1f} % padding"]
     if key.least_prefix_saving is not None:
         share = 100 * count["shareable"] / max(1, count["tokens"])
-        outcome = "are laid out once" if count["shared"] else "are stored twice, as sharing would save too little"
-        lines.append(f"{member.name}: prefix_sharing: {count['shareable']} prefix tokens ({share:.1f} %) {outcome}")
+        outcome = (
+            "are laid out once" if count["shared"] else "are stored twice, because sharing them would save too little"
+        )
+        lines.append(
+            f"{member.name}: prefix_sharing: {count['shareable']} tokens that chosen and rejected begin with "
+            f"({share:.1f} %) {outcome}"
+        )
     for kind, reason in (
         ("untrained", "an answer has no token to train"),
         ("unreached", "all trained tokens of an answer are cut off"),

@@ -167,7 +167,8 @@ class ReferenceScores:
         has_score, places = self.find(response.name for response in responses_of(sample))
         if not has_score.all():
             raise DataError(
-                f"{int((~has_score).sum())} answers lack reference log-probabilities: the data changed; start again"
+                f"{int((~has_score).sum())} of {len(has_score)} answers of a sample have no reference "
+                "log-probabilities: the data changed after they were computed; start the run again"
             )
         kl_sample = None if sample.kl_sample is None else self.with_references(sample.kl_sample)
         return replace(sample, reference_logprobs=self.rows["sum"][places], kl_sample=kl_sample)

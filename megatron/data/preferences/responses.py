@@ -64,7 +64,9 @@ def collate_preferences(
     Raises ValueError if `length` is not None.
     """
     if length is not None:
-        raise ValueError("curriculum_learning cannot shorten rows of answers; remove it, or train on text")
+        raise ValueError(
+            "curriculum_learning cannot shorten rows of answers; remove curriculum_learning, or train on text"
+        )
     if read_last_token:
         samples = [_one_place_longer(sample) for sample in samples]
     if rotate:

@@ -95,7 +95,10 @@ class _TemplateRenderer:
         `{% generation %}`."""
         text, spans = self.chat.render_generations(messages, self.settings)
         if len(spans) != len(answers):
-            raise DataError(f"{{% generation %}} of the template marks {len(spans)} texts for {len(answers)} answers")
+            raise DataError(
+                f"the template marks {len(spans)} texts with {{% generation %}}, but the conversation has "
+                f"{len(answers)} answers, so the marks cannot be matched to them; correct the template"
+            )
         return text, {index: span for index, span in zip(answers, spans, strict=True) if index in selected}
 
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
@@ -147,7 +150,10 @@ class _TemplateRenderer:
         else:
             probe, spans = self.compared(altered, {index: self.prompt(altered, index)})
         if probe[slice(*spans[index])] != body:
-            raise DataError(f"message {index} cannot be verified: {quoted(body)} has words of other messages")
+            raise DataError(
+                f"message {index} cannot be verified: its trained text contains words of other messages: "
+                f"{quoted(body)}; use a template that writes each message by itself"
+            )
         if affixes is not None:
             self.chat.verified.add(affixes)
 
@@ -192,7 +198,8 @@ def check_stop(chat: ChatTokenizer, text: str, span: Span, message: Message, ind
     for token in chat.added:
         if following.startswith(token):
             raise DataError(
-                f"message {index} cannot be verified: {token} after it is untrained; move it inside {{% generation %}}"
+                f"message {index} cannot be verified: {token} after the answer is not trained, so the model "
+                "would never stop; move it inside {% generation %} in the template"
             )
     return True
 
@@ -250,6 +257,7 @@ def _other_words(message: Message, number: int) -> Message:
 def _unstable(index: int, part: str, text: str) -> str:
     num_equal = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), min(len(part), len(text)))
     return (
-        f"message {index} cannot be verified: the conversation up to it renders as {quoted(part[num_equal:])}, but the "
-        f"full one as {quoted(text[num_equal:])}: the template changes earlier text (try --only-last)"
+        f"message {index} cannot be verified: the conversation up to this message renders as "
+        f"{quoted(part[num_equal:])} where the full conversation renders as {quoted(text[num_equal:])}: the template "
+        "changes earlier text (try --only-last, or a template for training)"
     )

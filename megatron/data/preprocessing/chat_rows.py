@@ -120,7 +120,10 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         prompt_messages, completion = prompt_messages + completion[:-1], completion[-1:]
     untrained = next((number for number, message in enumerate(completion) if not is_trained(message)), None)
     if untrained is not None and not options.for_rm:
-        raise DataError(f'"{key}" message {untrained} has weight: 0, but is trained; see --loss-scope all_assistant')
+        raise DataError(
+            f'"{key}" message {untrained} has weight: 0, but all messages of "{key}" are trained; '
+            "see --loss-scope all_assistant"
+        )
     text = chat.render(prompt_messages + completion, settings)
     counts.update(chat.check_rendered(text, prompt_messages + completion, settings))
     if prompt is None or not options.mask or options.for_rm:
@@ -136,7 +139,9 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     for number, message in enumerate(completion):
         for part in message_texts(message):
             if part.strip() not in text[start:]:
-                raise DataError(f'"{key}" message {number} cannot be verified: its text is missing after the prompt')
+                raise DataError(
+                    f'"{key}" message {number} cannot be verified: the rendered text after the prompt lacks its text'
+                )
     return TextToEncode(text, prompt=rendered_prompt, eos=_eos(text[start:], completion, chat))
 
 
@@ -164,7 +169,10 @@ def _parts(
             prompt = None
     if isinstance(value, str):
         if not isinstance(prompt, str):
-            raise DataError(f'"{key}" is text, not messages; name it completion, chosen or rejected, and add "prompt"')
+            raise DataError(
+                f'"{key}" is text, not a list of messages; plain text needs the column name completion, chosen or '
+                'rejected, and a column "prompt"'
+            )
         if options.system is not None:
             raise DataError(f'"{key}" is plain text, but --system-file is only for conversations')
         return prompt, value
@@ -173,7 +181,9 @@ def _parts(
         return None, _with_system(messages, row, options, counts)
     prompt_messages = conversation(prompt, "prompt")
     if messages[: len(prompt_messages)] == prompt_messages:
-        raise DataError(f'"{key}" begins with the messages of "prompt"; remove the column "prompt"')
+        raise DataError(
+            f'"{key}" begins with the messages of "prompt", which would be written twice; remove the column "prompt"'
+        )
     return _with_system(prompt_messages, row, options, counts), messages
 
 
@@ -192,7 +202,9 @@ def _mapped(row: Mapping[str, Any], role: str, text: str) -> Message:
     except KeyError as missing:
         raise DataError(f"--map {role}: no column {missing} (found: {', '.join(map(str, row))})") from None
     except (ValueError, IndexError, AttributeError, TypeError) as problem:
-        raise DataError(f"--map {role}={text}: {problem}; write {{column}}, and {{{{ or }}}} for a brace") from None
+        raise DataError(
+            f"--map {role}={text}: {problem}; put column names in braces, and write a brace itself as {{{{ or }}}}"
+        ) from None
     return {"role": role, "content": filled}
 
 

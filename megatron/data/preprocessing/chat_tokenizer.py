@@ -34,12 +34,18 @@ class ChatTokenizer:
         self.hf = hf
         self.source = source or hf.name_or_path
         if not hf.is_fast:
-            raise DataError(f"{hf.name_or_path}: no tokenizer.json, which tells the characters of each token")
+            raise DataError(
+                f"{hf.name_or_path}: this tokenizer has no tokenizer.json, which is needed to know the characters of "
+                "each token"
+            )
         # Truncation or padding saved in tokenizer.json would silently change conversations
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
         if getattr(hf.backend_tokenizer.model, "dropout", None):
-            raise DataError(f"{hf.name_or_path}: its model has dropout; set model.dropout to null in tokenizer.json")
+            raise DataError(
+                f"{hf.name_or_path}: its model has dropout, so each run would get other tokens; set model.dropout to "
+                "null in tokenizer.json"
+            )
         templates = template if template is not None else hf.chat_template
         template_texts = templates if isinstance(templates, dict) else {"": templates or ""}
         self.date = day if any("strftime_now(" in text for text in template_texts.values()) else None
@@ -55,7 +61,9 @@ class ChatTokenizer:
     def require_template(self) -> None:
         """Raise DataError if the tokenizer has no chat template."""
         if not self.hf.chat_template:
-            raise DataError(f"{self.hf.name_or_path}: it has no chat template; give one with --chat-template")
+            raise DataError(
+                f"{self.hf.name_or_path}: the tokenizer has no chat template; give one with --chat-template"
+            )
 
     def marks_generation(self, tools: list | None) -> bool:
         """Return whether the template marks the text that the model writes by `{% generation %}`."""
@@ -136,7 +144,10 @@ class ChatTokenizer:
     def require_eos(self) -> int:
         """Return the id of the eos_token. Raises DataError if the tokenizer has none."""
         if self.eos is None:
-            raise DataError("the text ends in no stop token, and eos_token is not set; set it in tokenizer_config.json")
+            raise DataError(
+                "the text does not end in a stop token, and the tokenizer has no eos_token to add; set one in "
+                "tokenizer_config.json"
+            )
         return self.eos
 
     def check_single_bos(self, text: str, *, special: bool) -> None:
@@ -178,8 +189,12 @@ def load_chat_tokenizer(path: str, template_file: str | None = None, day: date |
         hf = transformers.AutoTokenizer.from_pretrained(path, local_files_only=local)
     except Exception as problem:  # the library raises the exceptions of its many parsers
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        finding = "no tokenizer of transformers" if local else "neither a folder nor found on the HuggingFace hub"
-        raise DataError(f"{path}: {finding} ({reason}); --tokenizer-path takes a folder or, online, a name") from None
+        finding = (
+            "no tokenizer of transformers" if local else "neither a folder here nor available from the HuggingFace hub"
+        )
+        raise DataError(
+            f"{path}: {finding} ({reason}); --tokenizer-path takes a folder, or a name while online"
+        ) from None
     template = None if template_file is None else read_template(template_file)
     return ChatTokenizer(hf, day or date.today(), template, template_file)
 

@@ -121,7 +121,9 @@ def _checked(columns: Sequence[str] | None, names: Sequence[str], path: Path) ->
         return None
     for column in columns:
         if column not in names:
-            raise DataError(f'{path}: no column "{column}" (found: {", ".join(names)}); set --jsonl-keys')
+            raise DataError(
+                f'{path}: no column "{column}" (found: {", ".join(names)}); name the right one with --jsonl-keys'
+            )
     return tuple(columns)
 
 

@@ -145,7 +145,10 @@ def join_documents(rows: Sequence[Sequence[int] | np.ndarray], dtype: np.dtype) 
         arrays = [np.array(row, dtype=dtype) for row in rows]
     except OverflowError:
         worst = max(max(row, key=abs) for row in rows if len(row))
-        raise DataError(f"token id {worst} does not fit {dtype}; check the tokenizer's vocabulary size") from None
+        raise DataError(
+            f"token id {worst} does not fit {dtype}, the type chosen by the tokenizer's vocabulary size; check that "
+            "size"
+        ) from None
     return np.concatenate(arrays or [np.empty(0, dtype)]), np.fromiter(map(len, rows), np.int64, len(rows))
 
 

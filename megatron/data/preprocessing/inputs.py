@@ -183,7 +183,9 @@ def _saved(folder: Path) -> list[Path]:
 
 def _without_subsets(label: object, subset: str | None) -> None:
     if subset is not None:
-        raise DataError(f"{label}: --subset {subset}: no README.md lists subsets; leave --subset out")
+        raise DataError(
+            f"{label}: --subset {subset}: this input has no subsets (no README.md lists any); leave --subset out"
+        )
 
 
 def _files_by_split(files: Sequence[Path], split: str | None, subset: str | None, label: object) -> list[InputFile]:
@@ -330,7 +332,10 @@ def requested_splits(split: str | None, names: Collection[str] | None, label: ob
     """
     present = ", ".join(names or ())
     if split is None and names is not None and len(names) > 1:
-        raise DataError(f"{label}: several splits ({present}); choose some: --split {'+'.join(list(names)[:2])}")
+        raise DataError(
+            f"{label}: holds several splits ({present}); choose one with --split, or several as "
+            f"--split {'+'.join(list(names)[:2])}"
+        )
     take_all = names is not None and (split is None or split == "all" and "all" not in names)
     parts = list(names or ()) if take_all else re.split(r"\s*\+\s*", str(split).strip())
     chosen = [(re.split(r"[\[(]", part)[0].strip(), part) for part in parts]

@@ -180,11 +180,17 @@ def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:
     try:
         names = next(rows, [])
         if len(set(names)) < len(names):
-            raise DataError(f"{source}: two columns have one name in the first line: {', '.join(names)}; rename one")
+            raise DataError(
+                f"{source}: two columns have the same name in the first line: {', '.join(names)}; rename one"
+            )
         start = rows.line_num + 1
         for fields in rows:
             if fields:
-                problem = None if len(fields) == len(names) else f"{len(fields)} fields, but {len(names)} column names"
+                problem = (
+                    None
+                    if len(fields) == len(names)
+                    else f"{len(fields)} fields, but the first line names {len(names)} columns"
+                )
                 yield start, dict(zip(names, fields, strict=False)), problem
             start = rows.line_num + 1
     except csv.Error as problem:

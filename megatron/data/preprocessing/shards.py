@@ -200,6 +200,8 @@ def row_texts(row: InputRow, keys: Sequence[str], flag: str = "--jsonl-keys") ->
         except UnicodeEncodeError as problem:
             if isinstance(row.content, dict):  # a table's bytes that are not UTF-8
                 raise DataError(f'{row.location()}: "{key}" is not UTF-8 (at character {problem.start})') from None
-            raise DataError(f'{row.location()}: "{key}" holds half of a surrogate pair; remove it') from None
+            raise DataError(
+                f'{row.location()}: "{key}" holds half of a surrogate pair, which is not a character; remove it'
+            ) from None
         texts.append(text)
     return tuple(texts)

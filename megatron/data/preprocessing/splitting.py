@@ -43,7 +43,10 @@ def assign(documents: int, shares: Mapping[str, float], seed: int) -> dict[str, 
             raise DataError(f"--{name} {share:g}: expected a share between 0 and 1, or a number of documents")
         counts[name] = round(share * documents) if share < 1 else int(share)
         if not counts[name]:
-            raise DataError(f"--{name} {share:g} of {documents} documents rounds to none; give a larger share")
+            raise DataError(
+                f"--{name} {share:g} of {documents} documents rounds to none; give a larger share, or a number of "
+                "documents"
+            )
     if sum(counts.values()) >= documents:
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise DataError(f"{counts_text}: none of {documents} documents is left for training; use smaller parts")
@@ -95,7 +98,9 @@ def split(
     parts = assign(len(boundaries) - 1, shares, seed)
     targets = {(name, path): str(Path(folder) / name / Path(path).name) for name in parts for path in sets}
     if len(set(targets.values())) < len(targets):
-        raise DataError(f"{', '.join(sets)}: two files have the same name, but each part is one folder; rename one")
+        raise DataError(
+            f"{', '.join(sets)}: two files have the same name, but each part is a single folder; rename one"
+        )
     for (_, path), target in targets.items():
         if not overwrite and (index_path(target).exists() or data_path(target).exists()):
             raise DataError(f"{target}.bin, .idx: exist already; add --overwrite to replace them")
@@ -136,7 +141,8 @@ def _boundaries(files: Mapping[str, Sequence[str]], sets: Mapping[str, IndexedDa
         for path in companions:
             if len(sets[path]) != len(sets[text]):
                 raise DataError(
-                    f"{path}: {len(sets[path])} sequences, but {text} has {len(sets[text])}; make both again"
+                    f"{path}: {len(sets[path])} sequences, but {text}, to which it belongs by its name, has "
+                    f"{len(sets[text])}; make both again in one preprocessing run, or move this file to another folder"
                 )
             if sets[path].dtype.newbyteorder("=") not in CODES:
                 raise DataError(f"{path}: its type {sets[path].dtype} cannot be written; make it again as float32")

@@ -77,7 +77,9 @@ def _locked(folder: Path, target: str) -> IO[str]:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise DataError(f"{target}: another process is writing it ({folder}); wait for that, or stop it") from None
+        raise DataError(
+            f"{target}: another process is writing it ({folder}); wait until that process ends, or stop it"
+        ) from None
     return lock
 
 

@@ -121,7 +121,10 @@ def _store(values: np.ndarray, lengths: np.ndarray, dtype: np.dtype, data: IO[by
     if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
         raise DataError(f"a document has {lengths.max()} tokens; at most 2,147,483,647 fit; split it")
     if values.dtype != dtype and not can_store(values, dtype):
-        raise DataError(f"values {values.min()} to {values.max()} do not fit {dtype}; check vocabulary and rewards")
+        raise DataError(
+            f"output values from {values.min()} to {values.max()} do not fit the type of the file, {dtype}; check the "
+            "tokenizer's vocabulary size, or the rewards"
+        )
     data.write(np.ascontiguousarray(values, dtype.newbyteorder("<")).data)
     sizes.write(lengths.astype("<i4").data)
 

@@ -99,7 +99,7 @@ def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
         fact in padding_line for fact in (f"{tmp_path}/p.bin", "2 pairs", "4 rows of 4 tokens", "45.0 % padding")
     )
     assert "1 pairs" in untrained and "number 1" in untrained and "1 pairs" in unreached and "number 2" in unreached
-    refused(r"p\.bin: none of 4 documents", build, 4, **side_paths, seq_length=0)
+    refused(r"p\.bin: none of 4 documents makes a train sample", build, 4, **side_paths, seq_length=0)
 
 
 def test_references_of_answers_that_share_a_prompt(tmp_path: Path):

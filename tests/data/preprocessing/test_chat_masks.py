@@ -55,11 +55,11 @@ REFUSED = {
     "check 1, other text": (CHATML, "m['content'] +", "(m['content'] | replace('Nine', 'Ten')) +", "'Nine coins.'"),
     "check 1, words of others":
         (GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
-         "'What does silk cost?Nine"),
+         "words of other messages: 'What does silk cost?Nine"),
     "check 1, no generation prompt":
         (CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'"),
     "check 2": (GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
-                "<|im_end|> after"),
+                "<|im_end|> after the answer"),
     "check 3, history": (CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
                          "'ine coins", "' coins"),
     "check 3, prompt": (GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
@@ -78,7 +78,7 @@ def test_templates_that_cannot_be_verified(name):
 
 def test_marks_that_are_no_answers():
     template = GENERATION.replace("{% for", "{% generation %}{{ 'x' }}{% endgeneration %}{{ ' ' }}{% for", 1)
-    with pytest.raises(DataError, match="marks 3 .*2 answers"):
+    with pytest.raises(DataError, match="the template marks 3 texts with .*, but the conversation has 2 answers"):
         trained(template)
 
 

@@ -131,10 +131,10 @@ def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
         (tmp_path / "folders" / split).mkdir(parents=True)
         ALL_ROWS.select(rows).to_json(tmp_path / "folders" / split / "part.jsonl")
     for name in ("folders", "files"):
-        refused("several splits", tmp_path / name)
+        refused("holds several splits", tmp_path / name)
         assert read(tmp_path / name, split="validation") == texts("validation")
         assert read(tmp_path / name, split="test+train") == texts("test") + texts("train")
-    refused(r"folders/\*/\*: several splits", f"{tmp_path}/folders/*/*")
+    refused(r"folders/\*/\*: holds several splits", f"{tmp_path}/folders/*/*")
     assert read(f"{tmp_path}/folders/t*/*", split="train[1:]") == texts("train")[1:]
     assert read(f"{tmp_path}/folders/test/*") == read(tmp_path / "folders" / "test") == texts("test")
 
@@ -147,7 +147,7 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
     for name in ("dataset_infos.json", "stats.json"):
         (tmp_path / name).write_text('{"default": {"splits": {}}}')
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A set\n")
-    refused("several splits", tmp_path)
+    refused("holds several splits", tmp_path)
     assert read(tmp_path, split="train") == texts("train")
     ALL_ROWS.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
     warnings.clear()
@@ -192,7 +192,7 @@ def test_shards_of_any_name_are_splits_where_a_card_lies_beside_data(tmp_path: P
     assert len(read(tmp_path / "data")) == 4
     (tmp_path / "README.md").write_text("# a card")
     for place in (tmp_path, tmp_path / "data"):
-        refused(r"several splits \(de, en\)", place)
+        refused(r"holds several splits \(de, en\)", place)
         assert read(place, split="en") == TEXTS[:2]
 
 
@@ -238,7 +238,7 @@ def test_a_pointer_of_git_lfs_is_no_data(pushed: Path, tmp_path: Path):
 
 def test_the_tools_take_the_flags(pushed: Path, tmp_path: Path):
     target = tmp_path / "a.parquet"
-    with pytest.raises(SystemExit, match=r"^convert.py: error: .*several splits"):
+    with pytest.raises(SystemExit, match=r"^convert.py: error: .*holds several splits"):
         convert.main([str(pushed), str(target)])
     convert.main([str(pushed), str(target), "--split", "test", "--subset", "default"])
     assert parquet.read_table(target)["text"].to_pylist() == texts("test")

@@ -273,7 +273,7 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
      "message 0: part 0 of its content is of type image_url"),
     ("chat/completions", {"messages": [{"role": "user", "content": "a", "audio": 1}]}, 400, "messages", "audio"),
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, "messages",
-     "message 0 (assistant) is not in the chat template"),
+     "message 0 (assistant) is not in "),
 ]  # fmt: skip
 
 

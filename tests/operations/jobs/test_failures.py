@@ -39,7 +39,7 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
     ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
     ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
     ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
-    ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100", "data"),
+    ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is truncated", "data"),
     ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
     ("OSError: [Errno 28] No space left on device", "disk"),
     ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
