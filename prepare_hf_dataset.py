@@ -1,7 +1,6 @@
 """Turns a HuggingFace dataset into training data: one text per row as JSONL, tokenised into `.bin/.idx`.
 
-    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file
-    tokenizer.json
+    python prepare_hf_dataset.py --dataset cais/wmdp-corpora --subset bio-retain-corpus --vocab-file tokenizer.json
 
 It writes dataset.jsonl, <folder>_text_document.bin and .idx, and pipeline_results.json (with the number of
 tokens) into <output-base>/<name>_<subset>_<split>. Conversations become plain text through a chat template.

@@ -4,8 +4,8 @@ them.
 Each is published in HuggingFace's and in GPT-NeoX's format, unless flags choose one of them.
 
     python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --hf_org my-org
-    python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --repository my-org/my-model
-        \\ --neox_checkpoint global_step1000 --skip-neox-upload
+    python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --repository my-org/my-model \\
+        --neox_checkpoint global_step1000 --skip-neox-upload
     HF_ENDPOINT=https://hub.example.org python huggingface/upload_and_evaluate_checkpoint.py ...
 
 The token is HF_TOKEN, or that of `hf auth login`. After an interruption or a failure, run the same command

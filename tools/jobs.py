@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Lists, submits, watches and ends Slurm jobs of this cluster and local runs of this machine.
 
-    python tools/jobs.py list                                   # your jobs that wait, run, or ended in the
-    last day python tools/jobs.py list 4711 checkpoints/my-run --json    # a job, and a run that no scheduler
-    started python tools/jobs.py list --experiment 'sft-*' --since 7d
+    python tools/jobs.py list                                   # your jobs: waiting, running, ended in the last day
+    python tools/jobs.py list 4711 checkpoints/my-run --json    # a job, and a run that no scheduler started
+    python tools/jobs.py list --experiment 'sft-*' --since 7d
     python tools/jobs.py watch --interval 10                    # a live table, until Ctrl-C
     python tools/jobs.py submit /abs/model.yml --nodes 16 --watch 50 -- --time=24:00:00 --job-name=my-run
-    python tools/jobs.py submit model.yml --local               # run deepy.py here, and watch it in the same
-    way python tools/jobs.py logs 4711 -f
+    python tools/jobs.py submit model.yml --local               # run deepy.py here, and watch it
+    python tools/jobs.py logs 4711 -f
     python tools/jobs.py cancel 4711 4712
 
 A job is crashed if Slurm calls it failed, or if the last 100 lines of its log contain a traceback, exception

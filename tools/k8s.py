@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Renders a run as Kubernetes manifests for Kubeflow's operators; does not contact a cluster.
 
-    python tools/k8s.py render configs/container_setup.yml --site kubernetes/sites/openshift.yml | oc apply -f
-    - python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --kind TrainJob --output manifests
+    python tools/k8s.py render configs/container_setup.yml --site kubernetes/sites/openshift.yml | oc apply -f -
+    python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --kind TrainJob --output manifests
     python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --set train_iters=100
 
 CONFIG are configuration files as for `deepy.py train.py`. They are checked for the site's number of ranks,

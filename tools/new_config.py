@@ -1,7 +1,7 @@
 """Writes the configuration of a fine-tuning run that starts from the last checkpoint of another run.
 
-    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant
-        synthetic_mid \\ --data data/dolci data/mcqa
+    python tools/new_config.py sft --from checkpoints/mid_unfiltered --filtering unfiltered --variant synthetic_mid \\
+        --data data/dolci data/mcqa
 
 The command writes sft_dolci_mcqa_instruct_unfiltered_synthetic_mid.yml. Its keys of training and data come
 from post-training/sft-mix/sft-mix.yml; model, tokenizer, precision, layout, batch and optimizer from the

@@ -3,10 +3,10 @@
 
 The parts are weights, gradients, optimizer states, buffers, activations, logits and all other memory.
 
-    python tools/profile_memory.py model.yml local_setup.yml                      # measures in a run of 3
-    steps python tools/profile_memory.py model.yml --set train_micro_batch_size_per_gpu=8
-    checkpoint_activations=true python tools/profile_memory.py checkpoints/mine
-    # shows a run with profile_memory: N python tools/profile_memory.py checkpoints/mine --json
+    python tools/profile_memory.py model.yml local_setup.yml                      # measures a run of 3 steps
+    python tools/profile_memory.py model.yml --set train_micro_batch_size_per_gpu=8 checkpoint_activations=true
+    python tools/profile_memory.py checkpoints/mine                               # shows a run with profile_memory: N
+    python tools/profile_memory.py checkpoints/mine --json
 
 Given configuration files, it runs deepy.py train.py for --iterations steps (3) on the configuration's data
 and devices, and measures the last step. Weights are random, nothing is validated or saved, and all files go

@@ -1,10 +1,9 @@
 """Writes a report on one or more training runs as one page of HTML: curves, events, configuration, data,
 samples.
 
-    python tools/report.py checkpoints/a                       (writes checkpoints/a/report.html)
-    python tools/report.py checkpoints/a/logs --html a.html    (a run may be given by its log folder or
-    metrics.jsonl) python tools/report.py checkpoints/a checkpoints/b         (compares two runs in
-    ./report.html)
+    python tools/report.py checkpoints/a                       # writes checkpoints/a/report.html
+    python tools/report.py checkpoints/a/logs --html a.html    # a run's log folder, or its metrics.jsonl
+    python tools/report.py checkpoints/a checkpoints/b         # compares two runs in ./report.html
 
 The page needs no network access. With `report: true` in its configuration, a run writes its report when it
 ends."""  # noqa: W505 (lines to copy)

@@ -2,8 +2,7 @@
 """Scores texts, conversations or pairs of answers with a reward model.
 
     python tools/score.py --model checkpoints/reward --input pairs.jsonl --output scores.jsonl
-    torchrun --nproc-per-node 2 tools/score.py --model checkpoints/reward --tp 2 --input chats.jsonl --output
-    s.jsonl
+    torchrun --nproc-per-node 2 tools/score.py --model checkpoints/reward --tp 2 --input chats.jsonl --output s.jsonl
 
 MODEL is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
 --iteration) or one global_stepN. Rows are {"chosen", "rejected"} (with a `prompt`, or as full conversations),

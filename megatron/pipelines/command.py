@@ -1,14 +1,14 @@
 """Runs a pipeline with one command: the stages from raw text to a promoted model, each checked by a gate.
 
-    python deepy.py pipeline init pipelines/my-model --recipe 7b     # create a folder with pipeline.yml and
-    configs python deepy.py pipeline run pipelines/my-model --dry-run        # check everything, print what
-    would be done python deepy.py pipeline run pipelines/my-model                  # do everything that is not
-    done yet python deepy.py pipeline run pipelines/my-model --from sft --to dpo --precision bfloat16 --no-fp8
+    python deepy.py pipeline init pipelines/my-model --recipe 7b     # create a folder: pipeline.yml, configs
+    python deepy.py pipeline run pipelines/my-model --dry-run        # check everything, print what would be done
+    python deepy.py pipeline run pipelines/my-model                  # do everything that is not done yet
+    python deepy.py pipeline run pipelines/my-model --from sft --to dpo --precision bfloat16 --no-fp8
     python deepy.py pipeline run pipelines/my-model --slurm -- --account=me --partition=gpu
-    python deepy.py pipeline resume pipelines/my-model               # continue with the options of the last
-    run python deepy.py pipeline resume pipelines/my-model sft           # continue from the stage sft on
+    python deepy.py pipeline resume pipelines/my-model               # continue with the options of the last run
+    python deepy.py pipeline resume pipelines/my-model sft           # continue from the stage sft on
     python deepy.py pipeline status pipelines/my-model               # show the table of stages
-    python deepy.py pipeline gate pipelines/my-model sft             # judge the result of the stage sft again
+    python deepy.py pipeline gate pipelines/my-model sft             # judge the result of sft again
     python deepy.py pipeline override pipelines/my-model sft --reason "piqa is noise at this size"
 
 In the pipeline's folder you may leave out its name: `deepy.py pipeline gate sft`. A stage whose inputs have

@@ -3,8 +3,8 @@
     python tools/ckpts/adapter.py merge --adapter checkpoints/lora --output_dir checkpoints/merged
     python tools/ckpts/adapter.py merge --adapter law=0.7 --adapter news=0.3 --output_dir checkpoints/both
     python tools/ckpts/adapter.py export --adapter checkpoints/lora --output_dir peft/lora
-    python tools/ckpts/adapter.py import --adapter peft/lora --base checkpoints/pythia --output_dir
-    checkpoints/lora python tools/ckpts/adapter.py verify --adapter checkpoints/lora
+    python tools/ckpts/adapter.py import --adapter peft/lora --base checkpoints/pythia --output_dir checkpoints/lora
+    python tools/ckpts/adapter.py verify --adapter checkpoints/lora
 
 --adapter is a folder of checkpoints (the checkpoint that `latest` names is used), one global_stepN, or a
 folder in peft's format. Its base weights are read from the path that the adapter names, or from --base, a

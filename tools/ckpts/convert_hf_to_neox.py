@@ -1,7 +1,6 @@
 """Converts a HuggingFace model, from a folder or the Hub, to a checkpoint that training loads.
 
-    python tools/ckpts/convert_hf_to_neox.py --hf-model EleutherAI/pythia-70m --output-dir checkpoints/pythia
-    --tp 2
+    python tools/ckpts/convert_hf_to_neox.py --hf-model EleutherAI/pythia-70m --output-dir checkpoints/pythia --tp 2
 
 Before the checkpoint appears, its logits on a fixed batch are compared with those of transformers; if they
 differ too much, the command fails. The file `configs/hf_model.yml` in the checkpoint has the model's

@@ -1,7 +1,7 @@
 """Converts a checkpoint, ours or GPT-NeoX's of any layout and version, to a HuggingFace model folder.
 
-    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml
-        \\ --output_dir hf/run --precision bf16
+    python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/run/global_step1000 --config_file run.yml \\
+        --output_dir hf/run --precision bf16
 
 Plain transformers loads the folder. Before it appears, its logits on a fixed batch are compared with those of
 this project's model; if they differ too much, the command fails. After an interruption, run the same command

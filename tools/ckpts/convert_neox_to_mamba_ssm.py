@@ -2,8 +2,8 @@
 
 The format is a folder with config.json and pytorch_model.bin.
 
-    python tools/ckpts/convert_neox_to_mamba_ssm.py --input_dir checkpoints/run/global_step1000 --output_dir
-        mamba \\ --config_file run.yml --precision bf16
+    python tools/ckpts/convert_neox_to_mamba_ssm.py --input_dir checkpoints/run/global_step1000 --output_dir mamba \\
+        --config_file run.yml --precision bf16
 
 `MambaLMHeadModel.from_pretrained("mamba")` loads the folder. For transformers, use convert_neox_to_hf.py with
 the families `mamba` and `mamba2`.

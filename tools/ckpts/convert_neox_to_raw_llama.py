@@ -2,8 +2,8 @@
 
 The format is a folder with params.json and consolidated.NN.pth.
 
-    python tools/ckpts/convert_neox_to_raw_llama.py --input_dir checkpoints/run/global_step1000 --output_dir
-        raw \\ --num_output_shards 2
+    python tools/ckpts/convert_neox_to_raw_llama.py --input_dir checkpoints/run/global_step1000 --output_dir raw \\
+        --num_output_shards 2
 
 A checkpoint is first converted to HuggingFace's format, which checks the logits, in a temporary folder beside
 the output.

@@ -1,7 +1,6 @@
 """Reshards a checkpoint for other parallel sizes, with its optimizer state, one layer in memory at a time.
 
-    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4
-    --pp 2
+    python tools/ckpts/reshard.py --input_dir checkpoints/run/global_step1000 --output_dir resharded --tp 4 --pp 2
 
 A run does not need it: it reshards a checkpoint of other parallel sizes when it loads it. The new checkpoint
 appears only when it is complete. After an interruption, run the same command again.

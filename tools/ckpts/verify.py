@@ -2,8 +2,7 @@
 
     python tools/ckpts/verify.py checkpoints/run                      # all global_stepN in the folder
     python tools/ckpts/verify.py checkpoints/run/global_step1000
-    python tools/ckpts/verify.py s3://bucket/run                      # downloads each, and deletes the copy
-    again
+    python tools/ckpts/verify.py s3://bucket/run                      # downloads each, deletes the copy
 
 Prints a line for each checkpoint: intact, or damaged with the names of the damaged files. The exit code is 1
 if any checkpoint is damaged, else 0.

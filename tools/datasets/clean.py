@@ -1,10 +1,9 @@
 """Cleans and deduplicates raw text before it is tokenised, and counts every dropped document by reason.
 
     python tools/datasets/clean.py raw/*.jsonl.zst clean --recipe gopher,c4,fineweb --workers 8
-    python tools/datasets/clean.py raw clean --language en --recipe gopher,fineweb --set
-        c4.min_num_sentences=3 \\ --exact document,line --minhash --keep longest --decontaminate piqa.jsonl
-    arc/ --validation 0.005 python tools/datasets/preprocess_data.py --input clean --split train
-    --output-prefix data/mine ...
+    python tools/datasets/clean.py raw clean --language en --recipe gopher,fineweb --set c4.min_num_sentences=3 \\
+        --exact document,line --minhash --keep longest --decontaminate piqa.jsonl arc/ --validation 0.005
+    python tools/datasets/preprocess_data.py --input clean --split train --output-prefix data/mine ...
 
 It can repair texts, apply quality rules, drop exact and near duplicates and contaminated documents, and split
 off a validation set. Without --recipe, --exact and --minhash it only repairs texts. OUT gets train-*-of-*

@@ -1,9 +1,9 @@
 """Shows samples of a dataset as text, coloured by whether a token is trained or masked.
 
-    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in
-    colour python tools/datasets/inspect.py data/chat_messages_document --vocab-file tokenizer.json \\
-        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training
-    sees them python tools/datasets/inspect.py data/mine_text_document --vocab-file tokenizer.json --stats
+    python tools/datasets/inspect.py data/chat --vocab-file tokenizer.json                  # documents, in colour
+    python tools/datasets/inspect.py data/chat_messages_document --vocab-file tokenizer.json \\
+        --seq-length 2048 --pack-impl best_fit --html chat.html                             # rows as training sees them
+    python tools/datasets/inspect.py data/mine_text_document --vocab-file tokenizer.json --stats
 
 Labels, rewards and the other answers of pairs are found by their names beside the named file.
 """  # noqa: W505 (lines to copy)

@@ -1,8 +1,8 @@
 """Tokenises conversations and preference pairs for training, with labels that train only the model's
 messages.
 
-    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats
-        \\ --tokenizer-path DIR_OR_HUB --jsonl-keys messages --workers 8
+    python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
+        --tokenizer-path DIR_OR_HUB --jsonl-keys messages --workers 8
 
 A key of --jsonl-keys holds messages (role/content, or ShareGPT's from/value), or an answer to the row's
 `prompt` (keys completion, chosen, rejected: messages or plain text). Columns `tools` and
