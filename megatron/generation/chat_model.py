@@ -73,7 +73,9 @@ def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
     if path.is_dir() and not is_hf(path):
         return _checkpoint_args(path, iteration)
     if iteration is not None:
-        raise CheckpointError(f"{name}: this is a HuggingFace model, which has no iterations; leave out --iteration")
+        raise CheckpointError(
+            f"{name}: is no folder of checkpoints; correct the path, or leave out --iteration for a HuggingFace model"
+        )
     find_hf(name)
     return load([], hf_model_keys(name), origin="--model")
 

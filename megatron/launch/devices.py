@@ -87,7 +87,9 @@ def is_this_machine(host: str) -> bool:
 
 
 def cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
+    """Returns the number of CPU cores in this process's affinity mask, or of the machine if there is no mask.
+
+    A container's CPU quota does not count."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -186,7 +186,7 @@ def _place_and_stage(options: argparse.Namespace) -> tuple[Pipeline, Stage]:
     Raises PipelineError if they name no stage."""
     pipeline, name = _place(options.words, takes_stage=True)
     if name is None:
-        raise PipelineError(f"{options.command}: no stage is given; name the stage after the pipeline")
+        raise PipelineError(f"{options.command}: no stage is given; write its name behind the pipeline's")
     return pipeline, pipeline.stage(name)
 
 

@@ -13,8 +13,8 @@ STARTERS = ("python", "torchrun", "sbatch", "eval", "pytest")
 
 def scripts() -> list[Path]:
     folders = (ROOT, ROOT / "huggingface", ROOT / "tools", *(ROOT / "tools").glob("*/"))
-    inside = [ROOT / "megatron/pipelines/command.py", ROOT / "megatron/tokenizer/train_tokenizer.py"]
-    return [*inside, *(file for folder in folders for file in sorted(folder.glob("*.py")) if not file.is_symlink())]
+    in_megatron = [ROOT / "megatron/pipelines/command.py", ROOT / "megatron/tokenizer/train_tokenizer.py"]
+    return [*in_megatron, *(file for folder in folders for file in sorted(folder.glob("*.py")))]
 
 
 def commands(docstring: str) -> list[str]:

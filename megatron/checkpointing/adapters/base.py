@@ -168,7 +168,9 @@ def open_base(
     tokens: a HuggingFace model's vocabulary is padded to at least this many rows.
     origin: the adapter that records `path` as its base, for error messages.
     Raises CheckpointError."""
-    hint = "" if origin is None else f" ({origin} records this path; give another with --base)"
+    hint = (
+        "" if origin is None else f" ({origin} records this path; set lora.base, or --base of tools/ckpts/adapter.py)"
+    )
     if is_hf(path):
         try:
             folder = find_hf(path)

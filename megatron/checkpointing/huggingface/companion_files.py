@@ -147,15 +147,15 @@ def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
     """Whether a HuggingFace folder's tokenizer has the same ids for the same tokens as `tokenizer`.
 
     Compares the files byte by byte; if they differ, the vocabularies and added tokens of tokenizer.json.
-    Raises CheckpointError if the folder has no tokenizer."""
+    Raises CheckpointError unless both have a tokenizer.json, or both a tokenizer.model."""
     files = tokenizer.files()
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file() and name in files:
             content = (folder / name).read_bytes()
             return content == files[name] or name == "tokenizer.json" and _tokens(content) == _tokens(files[name])
     raise CheckpointError(
-        f"{folder}: has no tokenizer.json or tokenizer.model, so its tokenizer cannot be compared with this run's "
-        f"{type(tokenizer).__name__}; add the file"
+        f"{folder}: its tokenizer cannot be compared with this run's {type(tokenizer).__name__}: both need a "
+        "tokenizer.json, or both a tokenizer.model"
     )
 
 

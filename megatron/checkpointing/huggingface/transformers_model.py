@@ -191,7 +191,10 @@ def _stored_names(folder: HFFolder, model: Any) -> Stored:
         if files is not None:
             stored[name] = files
         elif isinstance(tensor, nn.Parameter):
-            raise CheckpointError(f"{folder.origin}: the files lack the tensor {name}, which transformers needs")
+            raise CheckpointError(
+                f"{folder.origin}: the files lack the tensor {name}, which transformers needs; export or download the "
+                "model again"
+            )
     _refuse_unread(folder, family, stored)
     return stored
 

@@ -91,7 +91,7 @@ def array_elements(stream: IO[bytes], source: str) -> Iterator[Record]:
         end, reason = reader.element_end(position, number)
         next_position = reader.skip_blanks(end)
         if reader.text[next_position : next_position + 1] not in (",", "]"):
-            raise DataError(f"{source}: element {number}: expected a comma or ] after it; mend the JSON")
+            raise DataError(f"{source}: expected a comma or ] after element {number} (the first is 0); mend the JSON")
         yield number, reader.text[position:end].encode(), reason
         position, number = reader.drop(next_position + (reader.text[next_position] == ",")), number + 1
 

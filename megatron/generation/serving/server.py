@@ -127,7 +127,9 @@ def _serve_on_rank0(
     try:
         http_server = HTTPServerThread(server_socket.socket, build_app(service), stop, args.serve_header_timeout_s)
     except OSError as cause:  # two programs can bind an address, but only one can listen at it
-        raise args.error("serve_port", f"{server_socket.address}: {cause.strerror}") from cause
+        raise args.error(
+            "serve_port", f"cannot listen at {server_socket.address} ({cause.strerror}); set another"
+        ) from cause
     dispatcher.on_outcomes = partial(http_server.call_soon, queue.deliver)
     rejection = Rejection("the server has shut down", 503)
     with _on_signals(stop):

@@ -66,7 +66,8 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
 
 
 def checkpoint_bytes(args: ModelArgs) -> int:
-    """Returns the estimated size of one checkpoint: weights, Adam's two moments and fp32 master weights."""
+    """Returns the estimated size of one checkpoint: weights and Adam's two moments; for 16-bit weights also
+    fp32 master weights."""
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size) if args.has_dense_blocks else (0,)
     kinds = args.attention_config

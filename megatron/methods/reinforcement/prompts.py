@@ -114,7 +114,7 @@ def tokens_of(
     """Returns the tokens of each row's prompt. `rollout.max_prompt_length` truncates long prompts on the
     left.
 
-    Raises DataError for a prompt that is empty, too long, or refused by the chat template.
+    Raises DataError for a prompt that is empty, refused by the chat template, or too long without that key.
     """
     tokens = []
     for row in rows:

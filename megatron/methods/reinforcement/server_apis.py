@@ -44,7 +44,7 @@ class ServerAPI:
         }  # fmt: skip
 
     def check(self) -> None:
-        """Checks that the server responds, and finds the name of its model."""
+        """Checks that the server responds. If requests must name its model, it also looks up the name."""
         raise NotImplementedError
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:

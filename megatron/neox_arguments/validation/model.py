@@ -192,7 +192,7 @@ def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
         place = args.cite("use_bias_in_attn_linear")
-        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases already; set that to false")
+        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases already; remove this key")
     if args.add_qkv_bias and args.te_mha:
         problems.add("add_qkv_bias", f"te_mha ({args.origin('te_mha')}) needs all biases or none; remove one of them")
 

@@ -18,8 +18,8 @@ from megatron.training.run import Training
 class Agreement:
     """Computes the maximum of values over all ranks, on the CPU, while the next step or batch runs.
 
-    No rank waits: the maxima of the values that ranks pass after one step are returned after the next step,
-    on every rank alike.
+    The maxima of the values that ranks pass after one step are returned after the next step, on every rank
+    alike. So a rank waits only for ranks that are a whole step behind.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -76,8 +76,8 @@ class StopCallback(Callback):
     def look_for_stop(self) -> None:
         """Raise StopRequested on all ranks once a stop signal has come to some rank.
 
-        All ranks call it between the batches of long work. No rank waits for others, so a signal on one rank
-        takes effect a batch later.
+        All ranks call it between the batches of long work. A signal on one rank takes effect a batch later:
+        ranks wait only for those that are a whole batch behind.
         """
         if self.training.loop.stop_signal:
             raise StopRequested(self.training.loop.stop_signal)

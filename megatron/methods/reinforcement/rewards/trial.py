@@ -89,7 +89,7 @@ class _Names(dict[str, Any]):
 
 
 def _top_level(program: str) -> tuple[set[str], list[ast.Import | ast.ImportFrom]]:
-    """Returns (the names that a program's code defines at top level, its import statements there)."""
+    """Returns (the names that a program's code defines at top level, its import statements at top level)."""
     defined, imports, waiting = set[str](), [], list[ast.AST](ast.parse(program).body)
     while waiting:
         node = waiting.pop()
