@@ -188,7 +188,7 @@ def test_nothing_of_somebody_else_s_is_lost(source: Path, tmp_path: Path) -> Non
     user_file = data / "train-00000-of-00001.jsonl"
     user_file.write_text(source.read_text())
     refused(user_file, data, "--overwrite", saying="holds the input .*train-00000-of-00001.jsonl")
-    refused(data, data / "out", saying="/out: .*input .*/data;")
+    refused(data, data / "out", saying="/out: .*input .*/data.*choose another")
     refused(source, data, "--overwrite", saying="train-00000-of-00001.jsonl: .*not made")
     assert user_file.read_text() == source.read_text()
     for text in ("[1, 2]", "{}", '{"model": 1}'):
