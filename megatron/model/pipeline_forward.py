@@ -18,7 +18,9 @@ Shape = Callable[[Batch], tuple[int, ...]]
 StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor]], HiddenStates | Tensor]
 
 
-def _hidden_buffer(args: ModelArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
+def hidden_buffer(args: ModelArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Returns an empty tensor of the shape in which stages exchange a micro-batch's hidden states, `[seq/T,
+    batch, hidden]`."""
     rows, seq = batch.tokens.shape
     seq = seq // groups.size("tensor") if args.sequence_parallel else seq
     return torch.empty(seq, rows, args.hidden_size, dtype=dtype, device=groups.device)
@@ -55,7 +57,7 @@ def forward_only(
         batch = batch.to(groups.device)
         hidden = None
         if not groups.is_first_stage:
-            buffer = _hidden_buffer(args, groups, batch, dtype)
+            buffer = hidden_buffer(args, groups, batch, dtype)
             dist.recv(buffer, src=members[position - 1], group=pipe)
             hidden = HiddenStates(buffer)
         out = stage(hidden, batch, partial(_read, read, batch))

@@ -1,11 +1,11 @@
 """Defines the interface of training engines; loop, evaluation and checkpoints use nothing else of an engine.
 
 It also holds the code that engines share: a step's loss, passes without gradients, and completing a step's
-batches. `engine_choice` chooses the engine of a run, `parallelize` its pipeline schedule.
+batches. `engine_choice` chooses the engine of a run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
-
-PipelineSchedule = Literal["1F1B", "none"]
-"""The order of passes over pipeline stages: 1F1B (one forward, one backward, in turns); none with one
-stage."""
 
 HostCopy = Callable[[Tensor], Tensor]
 """Returns a copy on the CPU, with its own storage, of a tensor that later steps change. The copy may still be
@@ -92,9 +88,7 @@ class Engine(RunEngine, Protocol):
     _loss: StepLoss
     _fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
 
-    def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
-    ) -> None:
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
         """Build the engine around a stage. All ranks call it together.
 
         stage: on the meta device; the engine allocates its weights and sets their initial values.

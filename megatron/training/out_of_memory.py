@@ -119,7 +119,7 @@ def advice(args: NeoXArgs) -> list[str]:
     keys += _recompute_keys(args)
     if args.tp > 1 and not args.sequence_parallel:
         keys.append(("sequence_parallel", "false -> true"))
-    highest = 1 if args.pp > 1 else 3
+    highest = 1 if args.pp > 1 and args.engine == "deepspeed" else 3
     if args.data_parallel_size > 1 and args.zero_stage < highest:
         keys.append(("zero_optimization.stage", f"{args.zero_stage} -> {args.zero_stage + 1}"))
     section = args.zero_optimization["offload_optimizer"]

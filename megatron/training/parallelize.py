@@ -16,7 +16,7 @@ from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.apex import use_apex_norms
 from megatron.training.compile_blocks import compile_blocks
-from megatron.training.engine import Engine, PipelineSchedule
+from megatron.training.engine import Engine
 from megatron.training.fp8 import use_fp8
 from megatron.training.precision_policy import choose_precision
 from megatron.training.precision_trial import settle_precision
@@ -24,11 +24,6 @@ from megatron.training.recompute import recompute_blocks
 from megatron.training.transformer_engine import use_transformer_engine_norms
 
 MIN_CAPABILITY = (8, 0)  # for `async_tensor_parallel`: torch's own tests of its kernels require this capability
-
-
-def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
-    """Returns the order of forward and backward passes over pipeline stages: "none" if there is one stage."""
-    return "1F1B" if groups.size("pipe") > 1 else "none"
 
 
 def parallelize(
@@ -60,8 +55,8 @@ def parallelize(
     compile_blocks(stage, args)
     use_transformer_engine_norms(stage, args, precision.recipe, log)
     use_apex_norms(stage, args, engine.name, log)
-    # The engine itself handles memory, precision, sharding over data ranks, and 1F1B.
-    return engine(args, groups, stage, objective, choose_schedule(groups))
+    # The engine itself handles memory, precision, sharding over data ranks, and pipeline schedules.
+    return engine(args, groups, stage, objective)
 
 
 def use_async_tensor_parallel(

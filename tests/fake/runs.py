@@ -26,7 +26,7 @@ from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs
-from megatron.training.engine import Engine, PipelineSchedule, StepLoss
+from megatron.training.engine import Engine, StepLoss
 from megatron.training.native.engine import NativeEngine
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm
@@ -213,9 +213,7 @@ class ModelStep(Engine):
 
     name = "model step"
 
-    def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
-    ) -> None:
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
         self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         init_stage(stage, args, groups, self.dtype)

@@ -28,7 +28,6 @@ SINKHORN = {"moe_router_type": "sinkhorn"}
     ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate: moe_shared_expert_intermediate_size"),
     ({"activation": "xielu"}, "activation: xielu moe_num_experts"),
     ({"te_layernorm_mlp": True}, "te_layernorm_mlp: moe_num_experts"),
-    ({"expert_parallel_size": 2, "pipe_parallel_size": 2}, "expert_parallel_size: pipe_parallel_size 2"),
     ({"expert_parallel_size": 3}, "moe_num_experts: 8 expert_parallel_size 3"),
     ({"moe_num_experts": 9, "model_parallel_size": 2}, "moe_num_experts: 9 2 moe_expert_tensor_parallel cut"),
     ({"model_parallel_size": 4, "moe_expert_tensor_parallel": "cut", "moe_intermediate_size": 6},

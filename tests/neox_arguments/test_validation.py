@@ -34,8 +34,6 @@ TABLE = """
 - [{model_parallel_size: 2, padded_vocab_size: 101}, {padded_vocab_size: 102}, padded_vocab_size,
    101 model_parallel_size 2]
 - [{pipe_parallel_size: 3}, {pipe_parallel_size: 2}, pipe_parallel_size, 3 num_layers 2]
-- [{pipe_parallel_size: 2, zero_optimization: {stage: 2}}, {pipe_parallel_size: 1}, pipe_parallel_size,
-   2 zero_optimization.stage 0 1]
 - [{sequence_parallel: true, model_parallel_size: 2, seq_length: 31}, {model_parallel_size: null}, sequence_parallel,
    model_parallel_size 2 seq_length 31]
 - [{pipe_partition_method: best}, {pipe_partition_method: uniform}, pipe_partition_method,

@@ -15,7 +15,7 @@ from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training import optimizers
-from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepLoss, StepResult
+from megatron.training.engine import HostCopy, OnGradients, Parts, State, StepLoss, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 
 
@@ -25,10 +25,8 @@ class BareEngine:
     name = "bare"
     zero_stage = 0
 
-    def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
-    ) -> None:
-        assert groups.world_size == 1 and schedule == "none"
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
+        assert groups.world_size == 1
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         init_stage(stage, args, groups, self.dtype)

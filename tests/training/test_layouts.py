@@ -1,4 +1,4 @@
-"""Every layout trains like one process: pipelines on DeepSpeed, the others on both engines."""
+"""Every layout trains like one process, on both engines if DeepSpeed has it."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,18 +19,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"dp{ranks} zero{stage}": (ranks, zero(stage)) for ranks in (2, 4) for stage in (1, 2, 3)},
     **{f"dp2 x tp2 zero{stage}": (4, TP2 | zero(stage)) for stage in (1, 2)},
     "dp2 x tp2 +sp zero3": (4, TP2 | SP | zero(3)),
+    **{f"dp2 x pp2 zero{stage}": (4, PP2 | zero(stage)) for stage in (1, 2, 3)},
 }  # fmt: skip
-ENGINES = {name: ("deepspeed",) if "pp" in name else ("native", "deepspeed") for name in LAYOUTS}
+NATIVE_ONLY = ("dp2 x pp2 zero2", "dp2 x pp2 zero3")
+ENGINES = {name: ("native",) if name in NATIVE_ONLY else ("native", "deepspeed") for name in LAYOUTS}
 LAYOUTS["dp4 zero3 by twos"] = (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
 ENGINES["dp4 zero3 by twos"] = ("native",)
 ROWS = [
-    "tp2, native", "dp2 zero1, native", "dp2 zero3, native", "pp2, deepspeed", "tp2 x pp2 +sp, deepspeed",
-    "dp2 zero3, deepspeed",
+    "tp2, native", "dp2 zero1, native", "dp2 zero3, native", "pp2, native", "dp2 x pp2 zero3, native",
+    "tp2 x pp2 +sp, deepspeed", "dp2 zero3, deepspeed",
 ]  # fmt: skip
 # Sequence parallelism with each ZeRO stage that cuts, data ranks beside every other axis, on both engines.
 MORE_ROWS = [
     "dp2 zero2, native", "dp2 x tp2 +sp zero3, native", "dp4 zero3 by twos, native", "dp2 x tp2 zero2, deepspeed",
-    "dp2 x pp2, deepspeed",
+    "dp2 x pp2, deepspeed", "tp2 x pp2 +sp, native", "pp4, native", "dp2 x pp2 zero1, native",
 ]  # fmt: skip
 ALL_ROWS = [f"{name}, {engine}" for name in LAYOUTS for engine in ENGINES[name]]
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}

@@ -107,8 +107,6 @@ def _layout(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Checks that experts can be distributed over ranks: numbers and widths must be divisible."""
     experts, tp, key = args.moe_num_experts, args.tp, "expert_parallel_size"
     unsharded = args.moe_expert_tensor_parallel == "whole"
-    if args.expert_parallel_size > 1 and args.pp > 1:
-        problems.add(key, f"cannot be used with pipe_parallel_size {args.cite('pipe_parallel_size')}; set one to 1")
     ranks = args.expert_parallel_size * (tp if unsharded else 1)
     if experts % ranks:
         sizes = f"model_parallel_size {args.cite('model_parallel_size')}"

@@ -223,11 +223,6 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(
             "pipe_parallel_size", f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; lower it"
         )
-    if args.pp > 1 and args.zero_stage > 1:
-        stage = f"zero_optimization.stage {args.zero_stage} ({args.origin('zero_optimization.stage')})"
-        problems.add(
-            "pipe_parallel_size", f"{args.pp} stages work with ZeRO 0 and 1 only, not with {stage}; lower one of them"
-        )
     if args.sequence_parallel and args.seq_length % tp:
         problems.add(
             "sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}; change one"

@@ -41,7 +41,7 @@ from megatron.training.deepspeed.optimizer_parts import OptimizerParts, owned_pa
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitting_state, on_cpu_adam
 from megatron.training.deepspeed.pipeline import PipeStage, truncate_backward, wrap_pipeline
 from megatron.training.deepspeed.private_names import check_deepspeed
-from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, State, StepResult
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -52,9 +52,7 @@ class DeepSpeedEngine(Engine):
 
     name = "deepspeed"
 
-    def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
-    ) -> None:
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
         self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
@@ -65,7 +63,7 @@ class DeepSpeedEngine(Engine):
         is_verbose = config.get("dump_state") or "comms_logger" in config
         for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
             log.setLevel(logging.INFO if is_verbose and groups.world_rank == 0 else logging.ERROR)
-        mpu = plain_mpu(groups) if schedule == "none" else None
+        mpu = plain_mpu(groups) if groups.size("pipe") == 1 else None
         take_over = shard_at_once(config, mpu) if self.zero_stage == 3 else None
         init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # its trained weights have one dtype
         trained_params = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
@@ -78,7 +76,7 @@ class DeepSpeedEngine(Engine):
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._pipe: PipeStage | None = None
-            if schedule == "1F1B":
+            if groups.size("pipe") > 1:
                 self._pipe, module = wrap_pipeline(stage, self._loss, groups, args, ordered)
             self._mark()
             self._ds = deepspeed.initialize(

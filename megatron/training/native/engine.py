@@ -1,10 +1,10 @@
-"""Implements the native engine, which trains with torch alone, on any number of tensor and data ranks."""
+"""Implements the native engine, which trains with torch alone, in any parallel layout."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpointing import MASTER, CheckpointError, OpenCheckpoint
@@ -15,16 +15,17 @@ from megatron.model.quantized import quantized_memory, take_quantized
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.objectives import Objective
-from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, State, StepResult
 from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.limits import idle_keys, layout_problems, limits
+from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
 from megatron.training.optimizers import state_tensors
 
 
 class NativeEngine(Engine):
-    """The `Engine` that uses autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
+    """The `Engine` that uses autograd, torch's `fully_shard` and a torch optimizer.
 
     The host does not wait for the device between two logged steps, except with `skip_step_above_sigma`, which
     reads each step's loss.
@@ -32,10 +33,7 @@ class NativeEngine(Engine):
 
     name = "native"
 
-    def __init__(
-        self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
-    ) -> None:
-        assert schedule == "none"
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
         self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = args.zero_stage if groups.size("data") > 1 else 0
@@ -48,6 +46,10 @@ class NativeEngine(Engine):
         # Taken now, because a stage has other parameter objects while its weights are gathered.
         shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
         self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
+        copies = [(i, shard.spec, shard.spec.stages(groups)) for i, shard in enumerate(trained)]
+        ordered = sorted(copies, key=lambda copy: not copy[1].tied)  # in one order on all stages
+        self._copies = [(i, group) for i, _, group in ordered if group is not None]
+        self._pipeline = Pipeline(stage, args, groups, self.dtype)
         self._watch_losses([f"{s.layer}.{s.name}" for s in trained])
         self._update = Update(self.shards, stage, args, groups, self.watch)
 
@@ -73,18 +75,12 @@ class NativeEngine(Engine):
         if not self._stage.training:
             self._stage.train()
         self._begin_balance(batches, 1.0 / (len(batches) * self.groups.size("data")))
-        loss = torch.zeros((), device=self.groups.device)
-        for i, batch in enumerate(batches):
-            self.shards.begin_micro_batch(i == len(batches) - 1)
-            part = self._stage(None, batch, partial(self._loss.scaled_loss, batch=batch))
-            self.finish_update()  # of weights that this forward did not use, before their gradients arrive
-            part.backward()
-            loss += part.detach()
-        gradients = self.shards.gradients()
+        loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_backward)
+        gradients = self._summed_over_stages(self.shards.gradients())
         norm = self._update.judge(gradients)
         if on_gradients is not None:
             on_gradients(self._parts(gradients))
-        self.groups.sum(loss, "data")
+        self.groups.from_last_stage(self.groups.sum(loss, "data"))
         if self.spikes is not None:
             self.spikes.decide(float(loss + self.watch.verdict))
         spike = self.spikes is not None and self.spikes.skips
@@ -98,6 +94,22 @@ class NativeEngine(Engine):
         finding = self.watch.end(skipped, untrained)
         norm = torch.where(untrained, 0.0, norm)
         return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, None, finding)
+
+    def _begin_backward(self, last: bool) -> None:
+        """Prepare for the backward pass of a micro-batch. last: it is the step's last."""
+        self.shards.begin_micro_batch(last)
+        self.finish_update()  # of weights that no forward has used, before their gradients arrive
+
+    def _summed_over_stages(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Sum the gradients of weights of which several pipeline stages hold a copy, such as tied embeddings.
+
+        gradients: one for each trained shard. A stage may have none for its copy, but the others need it.
+        """
+        for i, group in self._copies:
+            gradient = gradients[i]
+            gradients[i] = torch.zeros_like(self.shards.trained[i].local) if gradient is None else gradient
+            dist.all_reduce(gradients[i], group=group)
+        return gradients
 
     def finish_update(self) -> None:
         self._update.finish()

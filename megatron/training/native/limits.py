@@ -24,8 +24,6 @@ class Limit(NamedTuple):
 def limits(args: NeoXArgs) -> Iterator[Limit]:
     """Yields each setting of this configuration that only the DeepSpeed engine supports."""
     zero = args.zero_optimization
-    if args.pp > 1:
-        yield Limit("pipe_parallel_size", f"{args.pp}: only the DeepSpeed engine runs pipelines")
     if args.params_dtype == "fp16":
         yield Limit("precision", "fp16: only the DeepSpeed engine scales the loss, as fp16 needs")
     for key in ("offload_optimizer", "offload_param"):
@@ -62,6 +60,9 @@ def native_only_feature(args: NeoXArgs) -> str | None:
         return f"optimizer_state_dtype ({args.origin('optimizer_state_dtype')}) bf16"
     if args.expert_parallel_size > 1:
         return f"expert_parallel_size ({args.origin('expert_parallel_size')}) {args.expert_parallel_size}"
+    if args.pp > 1 and args.zero_stage > 1:
+        stage = f"zero_optimization.stage {args.zero_stage}"
+        return f"pipe_parallel_size ({args.origin('pipe_parallel_size')}) {args.pp} with {stage}"
     return None
 
 

@@ -49,6 +49,8 @@ class Update:
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         overlapped = args.overlap_optimizer_with_forward is True
         shards_by_user = first_uses(stage, weights.trained) if overlapped else {stage: weights.trained}
+        if not weights.trained:  # all that this pipeline stage has is frozen
+            shards_by_user = {}
         self._parts = [
             _Part(user, shards, build_native_optimizer(weights, shards, args, groups))
             for user, shards in shards_by_user.items()
@@ -74,8 +76,10 @@ class Update:
         and one all-reduce of two numbers. gradients: one for each trained shard.
         """
         filled = [self._zero if g is None else g for g in gradients]
-        norms = torch._foreach_norm(filled, 2, torch.float32) if self._fused else torch._foreach_norm(filled)
-        shard_norms = torch.stack(norms) if norms else self._owned
+        shard_norms = self._owned  # empty, if nothing of this stage is trained
+        if filled:
+            dtype = torch.float32 if self._fused else None
+            shard_norms = torch.stack(torch._foreach_norm(filled, 2, dtype))
         self._watch.mark(shard_norms, summed=self._groups.size("data") > 1)
         # A non-finite norm of a shard that does not count here gives NaN too (inf * 0), as the verdict does.
         sums = torch.stack([shard_norms.square().dot(self._owned), self._watch.local_mark])

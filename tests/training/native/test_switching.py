@@ -63,7 +63,8 @@ MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     ({}, 2, "native", "native", "auto: .* resumed"),
     ({"engine": "native"}, 2, "deepspeed", "native", "program"),
     (MUON, 2, None, "native", "optimizer.type .* Muon"),
-    ({"pipe_parallel_size": 2}, 0, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: .*pipelines"),
+    ({"pipe_parallel_size": 2}, 0, None, "native", "auto: on CPUs"),
+    ({"pipe_parallel_size": 2, **zero(2)}, 4, None, "native", r"auto: .*pipe_parallel_size \(program\) 2 .*stage 2"),
     ({"precision": "fp16", "fp16": {"enabled": True}}, 1, None, "deepspeed", "auto: precision .* fp16"),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 1, None, "deepspeed", "cpu_offload"),
 ], ids=str)  # fmt: skip
@@ -128,8 +129,10 @@ def test_an_unknown_engine_of_a_checkpoint() -> None:
 
 
 def test_an_engine_says_what_it_leaves_to_the_other() -> None:
-    pipeline = config(NEOX, engine="native", pipe_parallel_size=2, comms_logger={"enabled": True})
+    logger = config(NEOX, engine="native", pipe_parallel_size=2, comms_logger={"enabled": True})
     muon = config(NEOX, engine="deepspeed", optimizer={"type": "Muon", "params": {"lr": 1e-3}})
-    for native_message, deepspeed_message in run_ranks(refusals, 2, [pipeline, muon]):
-        assert re.search("pipe_parallel_size 2.* engine: deepspeed", native_message)
-        assert "comms_logger" in native_message and re.search("Muon.* engine: native", deepspeed_message)
+    pipeline = config(NEOX, zero(2), engine="deepspeed", pipe_parallel_size=2)
+    for native_message, muon_message, pipeline_message in run_ranks(refusals, 2, [logger, muon, pipeline]):
+        assert re.search("comms_logger.* engine: deepspeed", native_message)
+        assert re.search("Muon.* engine: native", muon_message)
+        assert re.search("pipe_parallel_size 2.*stage 2.* engine: native", pipeline_message)

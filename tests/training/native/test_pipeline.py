@@ -1,0 +1,135 @@
+"""Pipelines of the native engine: what each stage runs, when, and what it sends; by hand, and from executed events."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training.native.pipeline import Action, Pipeline, one_forward_one_backward
+from tests.pool import run_ranks
+from tests.training.batches import batches_of
+from tests.training.runs import NEOX, begin_each, config
+
+PASS_COST = {"forward": 1, "backward": 2}  # a backward has two products for each of a forward
+
+
+class Executed(NamedTuple):
+    """One step of a rank. messages: sends and receives by kind and the neighbour's stage."""
+
+    actions: list[Action]
+    messages: Counter[tuple[str, int]]
+    highest: int  # most micro-batches whose activations are held at once
+
+
+def executed(rank: int, world_size: int, configs: Sequence[Mapping[str, Any]]) -> list[Executed]:
+    """For the pool: the second step of each run, one pipeline stage a rank."""
+    runs = []
+    for training in begin_each(configs):
+        actions: list[Action] = []
+        messages: Counter[tuple[str, int]] = Counter()
+        held, highest = 0, 0
+        batches = batches_of(training)
+        training.engine.train_step(next(batches), 1e-3)
+
+        def noted(run: Any, self: Pipeline, action: Action, *args: Any, actions: Any = actions) -> Any:
+            nonlocal held, highest
+            actions.append(action)
+            held += 1 if action.kind == "forward" else -1
+            highest = max(held, highest)
+            return run(self, action, *args)
+
+        def sent(send: Any, tensor: Any, dst: int, group: Any, messages: Any = messages) -> Any:
+            messages["send", dst] += 1
+            return send(tensor, dst=dst, group=group)
+
+        def received(receive: Any, tensor: Any, src: int, group: Any, messages: Any = messages) -> Any:
+            messages["receive", src] += 1
+            return receive(tensor, src=src, group=group)
+
+        step = next(batches)
+        with (
+            mock.patch.object(Pipeline, "_forward", _method(noted, Pipeline._forward)),
+            mock.patch.object(Pipeline, "_backward", _method(noted, Pipeline._backward)),
+            mock.patch.object(dist, "isend", partial(sent, dist.isend)),
+            mock.patch.object(dist, "irecv", partial(received, dist.irecv)),
+        ):
+            training.engine.train_step(step, 1e-3)
+        runs.append(Executed(actions, messages, highest))
+    return runs
+
+
+def _method(noted: Any, run: Any) -> Any:
+    """A function, so that it is bound as a method."""
+    return lambda self, *args: noted(run, self, *args)
+
+
+def idle_share(actions_of_stages: Sequence[Sequence[Action]], cost: Mapping[str, int] = PASS_COST) -> Fraction:
+    """The idle share of all stages' time, if each action begins as soon as its stage and its input are ready."""
+    stages = len(actions_of_stages)
+    ends: dict[tuple[int, Action], int] = {}
+    clocks, todo = [0] * stages, [list(actions) for actions in actions_of_stages]
+    while any(todo):
+        progress = False
+        for stage, actions in enumerate(todo):
+            while actions:
+                source = stage + (-1 if actions[0].kind == "forward" else 1)
+                if 0 <= source < stages and (source, actions[0]) not in ends:
+                    break
+                begin = max(clocks[stage], ends.get((source, actions[0]), 0))
+                clocks[stage] = ends[stage, actions[0]] = begin + cost[actions[0].kind]
+                actions.pop(0)
+                progress = True
+        assert progress, "the stages wait for each other"
+    busy = sum(cost[action.kind] for actions in actions_of_stages for action in actions)
+    return 1 - Fraction(busy, stages * max(clocks))
+
+
+def pipeline_config(stages: int, micro_batches: int, **overrides: Any) -> dict[str, Any]:
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
+    keys = {"pipe_parallel_size": stages, "engine": "native", "num_layers": 4, "train_batch_size": micro_batches}
+    return config(NEOX, keys, batch, overrides)
+
+
+@pytest.fixture(scope="module")
+def four_stages() -> list[list[Executed]]:
+    """By rank: eight micro-batches; two; two with all but the last two blocks, on two stages, frozen."""
+    frozen = {"trainable": {"last_layers": 2}}
+    return run_ranks(executed, 4, [pipeline_config(4, 8), pipeline_config(4, 2), pipeline_config(4, 2, **frozen)])
+
+
+def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages: list[list[Executed]]) -> None:
+    actions = [rank[0].actions for rank in four_stages]
+    assert idle_share(actions) == idle_share(actions, {"forward": 1, "backward": 1}) == Fraction(3, 11)
+    print(f"1F1B, 4 stages, 8 micro-batches: idle {float(idle_share(actions)):.1%}")
+    assert [rank[0].highest for rank in four_stages] == [4, 3, 2, 1], "a stage holds one micro-batch per later stage"
+    for rank in four_stages:
+        assert Counter(rank[0].actions) == Counter(Action(k, i) for k in ("forward", "backward") for i in range(8))
+
+
+def test_each_boundary_carries_every_micro_batch_once_each_way(four_stages: list[list[Executed]]) -> None:
+    for i, micro_batches in enumerate((8, 2)):
+        for stage, rank in enumerate(four_stages):
+            neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < 4]
+            expected = {(kind, other): micro_batches for kind in ("send", "receive") for other in neighbours}
+            assert rank[i].messages == expected, (stage, micro_batches)
+
+
+def test_no_gradient_goes_below_the_lowest_trained_layer(four_stages: list[list[Executed]]) -> None:
+    for stage, rank in enumerate(four_stages):
+        expected = {("send", stage + 1): 2, ("receive", stage - 1): 2}
+        expected |= {("send", stage - 1): 2} if stage == 3 else {}
+        expected |= {("receive", stage + 1): 2} if stage == 2 else {}
+        assert rank[2].messages == {key: n for key, n in expected.items() if 0 <= key[1] < 4}, stage
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 2), (4, 4), (5, 12)])
+def test_the_order_of_1f1b(stages: int, micro_batches: int) -> None:
+    actions = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
+    assert idle_share(actions) == Fraction(stages - 1, micro_batches + stages - 1)
+    turns = [Action(kind, i) for i in range(micro_batches) for kind in ("forward", "backward")]  # type: ignore[arg-type]
+    assert actions[-1] == turns
