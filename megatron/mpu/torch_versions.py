@@ -3,6 +3,7 @@
 Nothing else in megatron/ depends on the version of torch.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
         return ()
     context = module._get_fsdp_state()._comm_ctx
     return context.all_gather_copy_in_stream, context.all_gather_stream
+
+
+def ignore_view_warning() -> None:
+    """Hides a warning of torch 2.13's `fully_shard` about a stage that returns a view of its hidden states.
+
+    Such a view may not be changed in place. Nobody does: it is sent to the next stage.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:

@@ -25,6 +25,7 @@ VARLEN = {"torch_attn._varlen_attn": 3, "aten._efficient_attention_forward": 4}
 COLLECTIVES = {
     "c10d.allreduce_": "all_reduce", "c10d._allgather_base_": "all_gather",
     "c10d._reduce_scatter_base_": "reduce_scatter", "c10d.broadcast_": "broadcast", "c10d.alltoall_base_": "all_to_all",
+    "c10d.send": "send", "c10d.recv_": "receive",
     "_c10d_functional.all_reduce": "all_reduce", "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",

@@ -13,6 +13,7 @@ from megatron.model import Stage, init_stage
 from megatron.model.init import parameters_with_specs
 from megatron.model.moe.experts import Experts
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
+from megatron.mpu.torch_versions import ignore_view_warning
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.shards import ExpertParts, GradientBucket, RowParts, Shard
 
@@ -77,6 +78,7 @@ class ShardedWeights:
         self._dtype = dtype
         init_stage(stage, args, groups, torch.float32, shard_layer, frozen_dtype=dtype)
         shard_module(stage)
+        ignore_view_warning()  # of stages with experts, whose balancing losses are attached to hidden states
         stage.dtype = dtype
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:

@@ -1,0 +1,63 @@
+"""Pipelines of the native engine on fake CUDA: no wait, and every rank receives what its neighbours send."""
+
+from typing import Any
+
+import pytest
+
+from tests.fake.checks import clean
+from tests.fake.client import FakeCuda
+from tests.fake.layouts import HIDDEN, MICRO_BATCH, PP2, RECOMPUTE, SEQ, SP2, Case
+from tests.marks import with_more
+
+MICRO_BATCHES = 3
+SMALL: dict[str, Any] = {**SP2, "gradient_accumulation_steps": MICRO_BATCHES}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    f"ZeRO {stage}": {**SMALL, **PP2, "zero_optimization": {"stage": stage}} for stage in range(4)
+}
+LAYOUTS["4 stages, recompute"] = {**SMALL, **RECOMPUTE, "pipe_parallel_size": 4, "num_layers": 4}
+# 88 blocks, of which 11 attend and 33 have experts: 120 billion parameters.
+STAGES, EXPERT_RANKS, BIG_HIDDEN, BIG_SEQ = 22, 4, 4096, 6144
+MIXERS = ["mamba2", "moe", "mamba2", "moe", "mamba2", "moe", "mamba2", "attention"]
+HYBRID_120B: dict[str, Any] = {
+    "num_layers": 88, "attention_config": [[MIXERS, 11]],
+    "hidden_size": BIG_HIDDEN, "num_attention_heads": 32, "num_kv_heads": 2, "head_dim": 128, "pos_emb": "none",
+    "mamba_num_groups": 8, "mamba_head_dim": 64, "mamba_state_dim": 128, "moe_num_experts": 128, "moe_top_k": 6,
+    "moe_intermediate_size": 2304, "moe_router_type": "topk", "seq_length": BIG_SEQ, "padded_vocab_size": 131072,
+    "max_position_embeddings": BIG_SEQ, "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": MICRO_BATCHES, "pipe_parallel_size": STAGES, "expert_parallel_size": EXPERT_RANKS,
+    "zero_optimization": {"stage": 1}, **RECOMPUTE,
+}  # fmt: skip
+
+
+def messages(report: dict[str, Any], kind: str) -> dict[tuple[int, int], list[int]]:
+    """Bytes of the sends or receives of a step, in order, by the pair of ranks."""
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for first, stride, _, name, size in report["collectives"]:
+        if name == kind:
+            sizes.setdefault((first, first + stride), []).append(size)
+    return sizes
+
+
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *[name for name in LAYOUTS if name != "ZeRO 3"]))
+def test_receives_meet_sends(name: str, fake_cuda: FakeCuda) -> None:
+    """Of all stages of one tensor and data rank; with neighbours alone."""
+    values = LAYOUTS[name]
+    ranks = range(1, 4 * values["pipe_parallel_size"], 4)  # two tensor ranks, two data ranks
+    reports = {rank: clean(fake_cuda, Case(4 * len(ranks), rank, values, native=True)) for rank in ranks}
+    sends, receives = ({rank: messages(reports[rank], kind) for rank in ranks} for kind in ("send", "receive"))
+    size = 2 * SEQ // 2 * MICRO_BATCH * HIDDEN
+    for rank in ranks:
+        neighbours = {other for other in (rank - 4, rank + 4) if other in ranks}
+        assert sends[rank].keys() == {tuple(sorted((rank, other))) for other in neighbours}
+        for pair, sizes in sends[rank].items():
+            assert sizes == receives[sum(pair) - rank][pair] == [size] * MICRO_BATCHES, (rank, pair)
+
+
+@pytest.mark.parametrize("stage", with_more([10, 0, 21], 10, product=[0, 21]))
+def test_a_hybrid_of_120b_on_22_stages(stage: int, fake_cuda: FakeCuda) -> None:
+    rank = stage * EXPERT_RANKS + 1
+    report = clean(fake_cuda, Case(STAGES * EXPERT_RANKS, rank, HYBRID_120B, native=True))
+    pairs = [(rank - EXPERT_RANKS, rank)] * (stage > 0) + [(rank, rank + EXPERT_RANKS)] * (stage < STAGES - 1)
+    for kind in ("send", "receive"):
+        assert messages(report, kind) == {pair: [2 * BIG_SEQ * BIG_HIDDEN] * MICRO_BATCHES for pair in pairs}
+    assert max(report["construction"], report["peak"]) < 80e9 * 0.9
