@@ -15,13 +15,15 @@ from megatron.process.command_parser import CommandParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ("configs/quickstart.yml", "configs/local_setup.yml")
+PIPELINE = ("pipe_parallel_size=2", "gradient_accumulation_steps=4")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "1 process": (1, ()),
     "data 2": (2, ()),
     "data 2, ZeRO 1": (2, ("zero_optimization.stage=1",)),
     "tensor 2": (2, ("model_parallel_size=2",)),
     "tensor 2, sequence parallel": (2, ("model_parallel_size=2", "sequence_parallel=true")),
-    "pipeline 2, 4 micro-batches": (2, ("pipe_parallel_size=2", "gradient_accumulation_steps=4")),
+    "pipeline 2, 4 micro-batches": (2, PIPELINE),
+    "the same, DeepSpeed": (2, (*PIPELINE, "engine=deepspeed")),
 }
 
 

@@ -52,12 +52,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "capacity": {**MOE, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_scope": "step"},
 }  # fmt: skip
 EP2, EP4, TP2 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}, {"model_parallel_size": 2}
+PP2 = {"pipe_parallel_size": 2}
 SHARDED_EXPERTS, SP = {"moe_expert_tensor_parallel": "cut"}, {"sequence_parallel": True}
 RECOMPUTE, SELECTIVE = {"checkpoint_activations": True}, {"recompute_granularity": "selective"}
 DEEPSPEED = {"engine": "deepspeed"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}), "dp2": (2, {}), "tp2": (2, TP2), "tp2 cut sp": (2, TP2 | SHARDED_EXPERTS | SP),
-    "pp2": (2, {"pipe_parallel_size": 2}),
+    "pp2": (2, PP2), "pp2 deepspeed": (2, PP2 | DEEPSPEED), "pp2 ep2 tp2": (8, PP2 | EP2 | TP2 | SP | zero(1)),
+    **{f"pp2 ep2 zero{stage}": (4, PP2 | EP2 | zero(stage)) for stage in range(4)},
     "dp2 deepspeed": (2, DEEPSPEED | zero(1)), "dp2 deepspeed zero3": (2, DEEPSPEED | zero(3)),
     **{f"ep2 dp2 zero{stage}": (2, EP2 | zero(stage)) for stage in range(4)},
     **{f"ep2 dp4 zero{stage}": (4, EP2 | zero(stage)) for stage in range(4)},
@@ -69,12 +71,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 zero3 selective": (4, TP2 | RECOMPUTE | SELECTIVE | zero(3)),
 }  # fmt: skip
 AT_ONCE = [
-    ("tp2", "topk", PACKED), ("pp2", "neox", UNPACKED), ("dp2 deepspeed", "topk", PACKED),
-    ("ep2 dp4 zero3", "options", UNPACKED), ("ep2 tp2 sp zero3", "topk", PACKED),
+    ("tp2", "topk", PACKED), ("pp2 deepspeed", "neox", UNPACKED), ("dp2 deepspeed", "topk", PACKED),
+    ("pp2 ep2 zero1", "options", PACKED), ("ep2 dp4 zero3", "options", UNPACKED), ("ep2 tp2 sp zero3", "topk", PACKED),
 ]  # fmt: skip
 # Every model, and the model with all options in every way that cuts its experts; each of both packed and not.
 MORE_CELLS = [
     ("tp2 cut sp", "options", UNPACKED), ("tp2 cut sp", "muon", UNPACKED), ("pp2", "capacity", PACKED),
+    ("pp2 ep2 zero0", "muon", UNPACKED), ("pp2 ep2 zero3", "neox", UNPACKED), ("pp2 ep2 tp2", "topk", UNPACKED),
     ("dp2 deepspeed zero3", "topk", PACKED), ("ep2 dp2 zero0", "capacity", UNPACKED), ("ep2 dp4 zero1", "topk", PACKED),
     ("ep2 dp4 zero2", "muon", UNPACKED), ("ep4 dp4 zero1", "neox", UNPACKED), ("ep4 dp4 zero2", "options", PACKED),
     ("ep2 tp2 cut zero1", "options", UNPACKED), ("ep2 recompute", "options", PACKED),

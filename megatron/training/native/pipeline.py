@@ -52,9 +52,11 @@ class Links:
     """
 
     def __init__(self, groups: ParallelGroups) -> None:
-        """Create the groups. All ranks call it together."""
+        """Create and connect the groups. All ranks call it together."""
         self._members, self._position = groups.members["pipe"], groups.rank("pipe")
         size = len(self._members)
+        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._most_sent = 2 * size
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # by first stage of the pair, and direction
         # First pairs that begin with an even stage, then the others: torch names a group by the number of
         # groups before it, so both ranks of a pair must create it at the same place of their sequence.
@@ -66,8 +68,15 @@ class Links:
                 group = dist.new_group(ranks, use_local_synchronization=True, group_desc=f"pipe {direction}")
                 if has_neighbour:
                     self._groups[pair, step] = group
-        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        self._most_sent = 2 * size
+                    self._connect(pair, step, torch.zeros((), device=groups.device))
+        self.finish()
+
+    def _connect(self, pair: int, step: int, message: Tensor) -> None:
+        """Exchange a first message. NCCL connects two ranks at that, and each waits for the other meanwhile."""
+        if self._position == (pair if step > 0 else pair + 1):
+            self.send(message, step)
+        elif (work := self.receive(message, step)) is not None:
+            work.wait()
 
     def _group(self, step: int, sender: int) -> dist.ProcessGroup:
         """step: 1 for messages to the next stage, -1 to the one before. sender: its stage."""

@@ -19,14 +19,16 @@ from tools.ckpts.reshard import main as reshard_main
 
 TP2, TP4 = {"model_parallel_size": 2}, {"model_parallel_size": 4}
 EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
-# A run goes on with the engine of its checkpoint, and pipelines are DeepSpeed's.
-PP2, PP4 = ({"pipe_parallel_size": size, "engine": "deepspeed"} for size in (2, 4))
+# A run goes on with the engine of its checkpoint, which is the native one until "pp4".
+PP2, PP4 = {"pipe_parallel_size": 2}, {"pipe_parallel_size": 4, "engine": "deepspeed"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}), "tp2 x pp2": (4, TP2 | PP2), "tp4": (4, TP4), "pp2": (2, PP2), "pp4": (4, PP4),
+    "pp2, native": (2, PP2 | {"engine": "native"}),
     "dp4": (4, {}), "dp4 zero1": (4, zero(1)), "dp4 zero3": (4, zero(3)), "dp2 zero2": (2, zero(2)),
     "dp2 x tp2 zero1": (4, TP2 | zero(1)), "dp2 x tp2 zero3": (4, TP2 | zero(3)),
     "ep2": (2, EP2), "ep2 zero3": (4, EP2 | zero(3)), "ep4 zero1": (4, EP4 | zero(1)),
     "ep2 tp2": (4, EP2 | TP2 | zero(2) | {"engine": "native"}),
+    "pp2 ep2 zero1": (4, PP2 | EP2 | zero(1)),
     "cut": (2, TP2 | {"moe_expert_tensor_parallel": "cut"}), "whole": (2, TP2),
 }  # fmt: skip
 MODELS = {"neox": NEOX | {"no_weight_tying": True}, "llama, tied": LLAMA, "rpe": RPE, "experts": LLAMA | MOE}
@@ -39,10 +41,10 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "experts": ("experts", "fp32", "ep2", "one process"),
     "shared heads": ("one head", "fp32", "whole", "tp4", "one process"),  # more
     "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),
-    "experts and stages": ("experts", "fp32", "ep4 zero1", "ep2 zero3"),
-    "more pipelines": ("rpe", "fp32", "pp4", "tp2 x pp2", "dp4"),  # product
+    "experts and stages": ("experts", "fp32", "pp2 ep2 zero1", "ep2 zero3"),
+    "more pipelines": ("rpe", "fp32", "pp4", "pp2, native", "dp4"),  # product
     "tied, more ranks": ("llama, tied", "bfloat16", "tp2 x pp2", "dp4 zero1"),
-    "experts and tensors": ("experts", "fp32", "ep2 tp2", "ep2"),
+    "experts and tensors": ("experts", "fp32", "ep2 tp2", "ep4 zero1", "ep2"),
     "back": ("neox", "fp32", "dp4 zero1", "dp4 zero3", "tp2 x pp2"),
     "with tensors": ("neox", "bfloat16", "dp2 zero2", "dp2 x tp2 zero3"),
     "lion": ("lion", "fp32", "tp2 x pp2", "dp2 zero2"),

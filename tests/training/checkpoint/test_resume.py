@@ -39,14 +39,15 @@ EXPERTS, ADAPTERS = LLAMA | MOE | {"warmup": 0.3}, LLAMA | {"warmup": 0.3}
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}), "ep2": (2, {"expert_parallel_size": 2}),
     "ep2 zero3": (4, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
+    "pp2 zero3": (4, {"pipe_parallel_size": 2, "zero_optimization": {"stage": 3}}),
     "ep4 zero1": (4, {"expert_parallel_size": 4, "zero_optimization": {"stage": 1}}),
 }  # fmt: skip
-# Layout and model. The engine is the native one, of pipelines DeepSpeed's, unless it is named.
+# Layout and model. The engine is the native one, unless it is named.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("tp2", LLAMA | DENSE | FP32),
     "pp2, tied": ("pp2", NEOX | DENSE | FP32 | {"no_weight_tying": False}),
     "zero3, bf16": ("zero3", NEOX | DENSE | BF16),
-    "pp2, blocks differ": ("pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
+    "pp2, blocks differ": ("pp2", MIXED | BF16 | {"pos_emb": "rotary"} | DEEPSPEED),
     "zero2, states": ("zero2", STATES),
     "ep2, experts": ("ep2", EXPERTS | FP32),
     "pp2, adapters and a copy": ("pp2", ADAPTERS | BF16 | {"lora": DORA}),
@@ -54,6 +55,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1, deepspeed": ("zero1", NEOX | DENSE | BF16 | DEEPSPEED),
     "zero3, deepspeed, states": ("zero3", STATES | DEEPSPEED),
     "tp2, states": ("tp2", STATES),
+    "pp2 zero3": ("pp2 zero3", NEOX | DENSE | BF16 | {"no_weight_tying": False}),
     "ep2 zero3, experts": ("ep2 zero3", EXPERTS | BF16),
     "zero3, adapters and all": ("zero3", ADAPTERS | BF16 | {"lora": {**LORA, "save": "both"}}),
     # `product`
@@ -81,7 +83,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = list(RUNS)
 
 
-@pytest.mark.parametrize("name", cells(NAMES[:7], NAMES[7:12], NAMES[12:]))
+@pytest.mark.parametrize("name", cells(NAMES[:7], NAMES[7:13], NAMES[13:]))
 def test_bit_equal(name: str, tmp_path: Path) -> None:
     ranks, layout = {**LAYOUTS, **MORE_LAYOUTS}[RUNS[name][0]]
     small = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3}

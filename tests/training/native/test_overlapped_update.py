@@ -60,6 +60,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3, ranks of experts": (2, {**zero(3), **EXPERT_RANKS}),
     "zero3, LoRA": (2, {**zero(3), **LORA}),
     "zero1, frozen": (2, {**zero(1), "trainable": {"last_layers": 1}}),
+    "pp2, tied": (2, {**LLAMA, "no_weight_tying": False, "pipe_parallel_size": 2}),
+    "pp2, LoRA": (2, {**LORA, "pipe_parallel_size": 2}),
 }  # fmt: skip
 AT_ONCE = ["accumulated, tied", "zero3, bf16, Muon"]
 MARKED_MORE = [
@@ -71,6 +73,7 @@ MARKED_MORE = [
     "zero1",
     "dp2",
     "a table of all blocks",
+    "pp2, tied",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Pipelines of the native engine: what each stage runs, when, and what it sends; by hand, and from executed events."""
+"""Pipelines of the native engine: the order of passes and messages of each stage, from executed events."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def _method(noted: Any, run: Any) -> Any:
 
 
 def idle_share(actions_of_stages: Sequence[Sequence[Action]], cost: Mapping[str, int] = PASS_COST) -> Fraction:
-    """The idle share of all stages' time, if each action begins as soon as its stage and its input are ready."""
+    """The idle share of all stages' time. Each action begins when its stage and its input are ready."""
     stages = len(actions_of_stages)
     ends: dict[tuple[int, Action], int] = {}
     clocks, todo = [0] * stages, [list(actions) for actions in actions_of_stages]
