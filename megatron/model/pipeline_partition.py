@@ -1,9 +1,10 @@
-"""Assigns layers to pipeline stages (`pipe_partition_method`)."""
+"""Assigns layers to pipeline stages (`pipe_partition_method`, `pipeline_layers`)."""
 
 import math
 import re
 from itertools import accumulate, pairwise
 
+from megatron.model.layer_products import forward_products
 from megatron.model.specs import LayerSpec
 from megatron.model.weight_map import layer_params, layer_specs
 from megatron.neox_arguments import ModelArgs
@@ -18,11 +19,11 @@ _NEOX_CLASSES = {
 }
 
 
-def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
+def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[float]:
     """Returns the weight of each layer. `partition_layers` balances their sums over the stages.
 
-    By `pipe_partition_method`, a weight is 1, the layer's number of parameters, or 1 for layers whose class
-    matches a pattern, else 0.
+    By `pipe_partition_method`, a weight is 1, the layer's number of parameters, the multiplications that a
+    token takes in it, or 1 for layers whose class matches a pattern, else 0.
     """
     method = args.pipe_partition_method.lower()
     if method == "uniform":
@@ -30,14 +31,15 @@ def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
     if method == "parameters":
         sizes = {i: sum(math.prod(p.shape) for p in params) for i, params in layer_params(args).items()}
         return [sizes.get(spec.index, 0) for spec in specs]
+    if method == "flops":
+        params = layer_params(args)
+        return [forward_products(spec, params.get(spec.index, ()), args) for spec in specs]
     if method.startswith("type:"):
         pattern = re.compile(method.removeprefix("type:"))
-        weights = [int(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
+        weights = [float(bool(pattern.search(_NEOX_CLASSES[spec.kind]))) for spec in specs]
         if any(weights):
             return weights
-    expected = (
-        "expected uniform, parameters, or type:REGEX where REGEX matches a layer's class, as type:transformer|mlp"
-    )
+    expected = "expected uniform, parameters, flops, or type:REGEX that matches a layer's class (type:transformer|mlp)"
     raise args.error(
         "pipe_partition_method", f"{args.pipe_partition_method} is not supported or matches no layer: {expected}"
     )
@@ -46,11 +48,19 @@ def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[int]:
 def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]]:
     """Splits the list of layers into `stages` contiguous parts, one for each pipeline stage.
 
-    It minimises the largest total weight of a stage, then maximises the smallest. Ties give earlier stages
-    more, so equal blocks are split as by DeepSpeed's `partition_balanced`. Every stage gets a block, because
-    all stages must have the same parameter groups.
+    `pipeline_layers` gives the number of blocks of each of several stages. Without it, the largest total
+    weight of a stage is minimised, then the smallest is maximised. Ties give earlier stages more, so equal
+    blocks are split as by DeepSpeed's `partition_balanced`. Every stage gets a block then.
+
+    Raises ConfigError if `pipeline_layers` is for another number of stages.
     """
     specs = layer_specs(args)
+    if args.pipeline_layers is not None and stages > 1:
+        if len(args.pipeline_layers) != stages:
+            key, value = "pipeline_layers", list(args.pipeline_layers)
+            raise args.error(key, f"{value} are {len(value)} stages, not {stages} (pipe_parallel_size); change one")
+        ends = list(accumulate(args.pipeline_layers, initial=1))  # the embedding comes first
+        return [specs[start:stop] for start, stop in pairwise([0, *ends[1:-1], len(specs)])]
     weight = [0, *accumulate(_layer_weights(args, specs))]
     blocks = [0, *accumulate(spec.kind == "block" for spec in specs)]
     # The best split of the first n layers, by n: (largest, -smallest weight of a stage, bounds of the

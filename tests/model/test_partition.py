@@ -1,15 +1,17 @@
 """Layers of pipeline stages against DeepSpeed's own partition."""
 
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from megatron.model import layer_params
+from megatron.model.layer_products import forward_products
 from megatron.model.pipeline_partition import partition_layers
 from megatron.model.weight_map import layer_specs
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.metrics.flops import model_flops
 from tests.model.stages import small
 
 
@@ -74,6 +76,32 @@ def test_parameters_are_balanced_as_deepspeed_does(layers: int, stages: int, voc
     if all(from_bounds(bounds, [spec.index for spec in layer_specs(args)], layers)):
         assert actual_max == deepspeed_max
     assert actual_max >= deepspeed_max
+
+
+def test_flops_are_balanced_over_blocks_that_differ() -> None:
+    """A hybrid beside all other divisions: attention over long rows outweighs Mamba, a large head both."""
+    args = small(num_layers=8, attention_config=["mamba2", "attention"] * 4, pipe_partition_method="flops",
+                 norm="rmsnorm", pos_emb="none", mamba_head_dim=8, mamba_num_groups=2, mamba_state_dim=8,
+                 mamba_chunk_size=8,
+                 seq_length=512, max_position_embeddings=512, padded_vocab_size=1024, no_weight_tying=True)  # fmt: skip
+    params, specs = layer_params(args), layer_specs(args)
+    costs = [forward_products(spec, params.get(spec.index, ()), args) for spec in specs]
+    assert costs[0] == 0 < costs[1] < costs[2] < costs[-1]
+    step = args.replace(train_micro_batch_size_per_gpu=1, train_batch_size=1, gradient_accumulation_steps=1)
+    assert model_flops(step) == pytest.approx(6 * step.seq_length * sum(costs))
+    cost_of = dict(zip((spec.index for spec in specs), costs, strict=True))
+    actual = max(sum(cost_of[spec.index] for spec in part) for part in partition_layers(args, 3))
+    every_split = combinations(range(2, len(specs) - 2), 2)  # that leaves each stage a block
+    assert actual == min(max(sum(costs[a:b]) for a, b in pairwise([0, *starts, len(specs)])) for starts in every_split)
+
+
+def test_a_list_of_blocks() -> None:
+    args = small(num_layers=4, pipe_parallel_size=4, pipeline_layers=[0, 3, 1, 0])
+    assert blocks_of_stages(args, 4) == [[], [2, 3, 4], [5], []]
+    assert [len(part) for part in partition_layers(args, 4)] == [1, 3, 1, 2]
+    assert len(partition_layers(args, 1)) == 1, "a single stage has all layers"
+    with pytest.raises(ConfigError, match="pipeline_layers.* 4 stages, not 2"):
+        partition_layers(args, 2)
 
 
 def test_a_type_that_finds_nothing_is_refused() -> None:

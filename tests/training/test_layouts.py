@@ -78,3 +78,11 @@ def test_layout_equals_one_process(row: str, cells: list[Any], reference: Callab
         for micro, *key in cells
     }
     assert_alike(curves_of(configs, STEPS, ranks), {key: reference(key) for key in configs})
+
+
+@pytest.mark.more
+def test_stages_of_a_list_equal_one_process(reference: Callable[[Key], Curve]) -> None:
+    """Embedding and output layer alone, tied; blocks unevenly."""
+    key = ("neox", "adamw", True)
+    layout = {"pipe_parallel_size": 4, "pipeline_layers": [0, 3, 1, 0], "engine": "native"}
+    assert_alike(curves_of({key: cell_config(*key, 2, layout)}, STEPS, 4), {key: reference(key)})

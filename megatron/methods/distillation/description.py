@@ -139,8 +139,9 @@ def teacher_args(args: NeoXArgs, teacher: TeacherDescription) -> NeoXArgs:
     model_values = {**teacher.keys, "mask_padded_vocab": args.softmax_rows or False}
     try:
         return args.replace(
-            **fp8, **model_values, distillation=None, lora=None, trainable=None, neftune_noise_alpha=None
-        )
+            **fp8, **model_values, distillation=None, lora=None, trainable=None, neftune_noise_alpha=None,
+            pipeline_layers=None,
+        )  # fmt: skip
     except ConfigError as problem:
         raise args.error(
             _KEY, f"the teacher {teacher.path} cannot run with this run's layout and precision: {problem}"

@@ -77,7 +77,13 @@ class ParallelKeys:
     )
     model_parallel_size: int = key(1, "Tensor-parallel ranks per layer", ge=1)
     pipe_partition_method: str = key(
-        "type:transformer|mlp", "Balance over pipeline stages: `type:REGEX` layers, `uniform` or `parameters`"
+        "type:transformer|mlp",
+        "Balance over pipeline stages: `type:REGEX` layers, `uniform`, `parameters`, or `flops` of a forward pass",
+    )
+    pipeline_layers: tuple[int, ...] | None = new_key(
+        None,
+        "Blocks of each pipeline stage, in order; overrides pipe_partition_method. The first or the last may be 0, "
+        "for a stage of the embedding or the output layer alone (engine native)",
     )
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
     async_tensor_parallel: Literal["auto"] | bool = new_key(

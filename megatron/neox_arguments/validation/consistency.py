@@ -62,6 +62,10 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
             "train_micro_batch_size_per_gpu",
             "is required for training (or set train_batch_size, with or without gradient_accumulation_steps)",
         )
+    if args.pipeline_layers is not None and len(args.pipeline_layers) != args.pp:
+        stages = f"pipe_parallel_size {args.cite('pipe_parallel_size')}"
+        blocks = list(args.pipeline_layers)
+        problems.add("pipeline_layers", f"{blocks} are {len(blocks)} stages, not {stages}; change one")
     if args.adapter:
         problems.add(
             "adapter",

@@ -219,7 +219,9 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(
             "padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}; change one"
         )
-    if args.pp > args.num_layers:
+    if args.pipeline_layers is not None:
+        _blocks_of_stages(args, args.pipeline_layers, problems)
+    elif args.pp > args.num_layers:
         problems.add(
             "pipe_parallel_size", f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; lower it"
         )
@@ -228,8 +230,19 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
             "sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}; change one"
         )
     method = args.pipe_partition_method
-    if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
-        problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
+    if method.lower() not in ("uniform", "parameters", "flops") and not method.lower().startswith("type:"):
+        problems.add("pipe_partition_method", f'expected uniform, parameters, flops or type:REGEX, got "{method}"')
+
+
+def _blocks_of_stages(args: ResolvedArgs, blocks: tuple[int, ...], problems: ErrorCollector) -> None:
+    key, text = "pipeline_layers", f"{list(blocks)}"
+    if min(blocks) < 0 or sum(blocks) != args.num_layers:
+        problems.add(key, f"{text} must be numbers of blocks that sum to num_layers {args.cite('num_layers')}")
+    if 0 in blocks[1:-1]:
+        problems.add(key, f"{text}: only the first and the last stage may have no block; give the others at least 1")
+    if 0 in blocks and args.pos_emb == "rpe":
+        place = f"pos_emb: rpe ({args.origin('pos_emb')})"
+        problems.add(key, f"{text}: with {place} every stage needs a block; give each at least 1")
 
 
 def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:

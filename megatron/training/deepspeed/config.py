@@ -106,6 +106,9 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
         key, stage = "pipe_parallel_size", f"zero_optimization.stage {args.zero_stage}"
         place = f"{args.origin(key)}: {key} {args.pp}"
         yield f"{place}: DeepSpeed runs pipelines with ZeRO 0 and 1, not {stage}; write engine: native, or lower it"
+    if args.pipeline_layers is not None and 0 in args.pipeline_layers:
+        place = f"{args.origin('pipeline_layers')}: pipeline_layers {list(args.pipeline_layers)}"
+        yield f"{place}: stages without a block run on the native engine only; write engine: native"
     if args.moe_router_bias_update_rate is not None and args.zero_stage == 3:
         key = "moe_router_bias_update_rate"
         yield f"{args.origin(key)}: {key}: DeepSpeed's ZeRO 3 would shard the bias; write engine: native, or use ZeRO 2"

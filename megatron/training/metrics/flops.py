@@ -1,14 +1,11 @@
 """Counts the FLOPs of an optimizer step: exactly for this model, and by GPT-NeoX's formula, to compare
 logs."""
 
-import torch
-
 from megatron.data import rows_per_sample
 from megatron.model import block_specs, layer_params, lowest_trained, trained_parameters
-from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MixerSpec
+from megatron.model.layer_products import head_products, mixing_products, weight_products
 from megatron.model.trainable import head_parameter
-from megatron.mpu import ParamSpec
-from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_args import FULL_BLOCKS
 
 
@@ -30,42 +27,18 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
     multiplications = 0.0
     for block in block_specs(args):
-        layer, scores_and_values = block.index, _mixing_products(block.mixer, row_length or seq)
-        sizes = {(layer, s.name): _active(s, args) for s in specs[layer] if s.weight_decay and not s.shared}
+        layer, scores_and_values = block.index, mixing_products(block.mixer, row_length or seq)
+        sizes = {(layer, spec.name): weight_products(spec, args) for spec in specs[layer]}
         forward, trained_size = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
         multiplications += forward + scores_and_values + trained_size
         multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
     head = args.num_layers + 4
-    outputs = 1 if args.score_head else args.padded_vocab_size
     head_layer, name = head_parameter(args)
     head_trained = not trained.isdisjoint(
         {(head_layer, name), (head_layer, name.replace(".weight", ".modules_to_save"))}
     )
-    multiplications += args.hidden_size * outputs * (1 + head_trained + (lowest < head))
+    multiplications += head_products(args) * (1 + head_trained + (lowest < head))
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
-
-
-def _mixing_products(mixer: MixerSpec | None, seq: float) -> float:
-    """Returns the multiplications per token that a block's mixer makes besides its products with weights.
-
-    They are attention's scores and values, or Mamba's products with its state. seq: tokens in a row.
-    """
-    match mixer:
-        case AttentionSpec():
-            return seq * mixer.heads * mixer.head_dim  # two products of half a square
-        case MambaSpec():
-            return 3.0 * mixer.inner * mixer.state  # of the decay, of what is added, of the output
-        case Mamba2Spec():
-            chunk_products = min(mixer.chunk, seq) / 2 * (mixer.groups * mixer.state + mixer.inner)
-            return chunk_products + 2.0 * mixer.inner * mixer.state  # into the state and out of it
-    return 0.0
-
-
-def _active(spec: ParamSpec, args: ModelArgs) -> float:
-    """Returns how many elements of this weight one token is multiplied with: all, or of experts the routed
-    share."""
-    share = args.moe_top_k / spec.experts if spec.experts is not None else 1.0
-    return torch.Size(spec.shape).numel() * share
 
 
 def neox_flops(

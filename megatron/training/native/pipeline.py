@@ -72,7 +72,7 @@ class Links:
         self.finish()
 
     def _connect(self, pair: int, step: int, message: Tensor) -> None:
-        """Exchange a first message. NCCL connects two ranks at that, and each waits for the other meanwhile."""
+        """Exchange a first message. NCCL connects two ranks at that, and both wait for each other."""
         if self._position == (pair if step > 0 else pair + 1):
             self.send(message, step)
         elif (work := self.receive(message, step)) is not None:
