@@ -304,7 +304,7 @@ def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None
     check(summary, SCHEMA)
     assert summary["status"] == "finished" and summary["run_id"] == stopped["run_id"]
     data = 1 if layout == "pp2" else 2
-    assert summary["layout"] == {"tensor": 1, "pipe": 2 // data, "context": 1, "data": data, "zero_stage": 1}
+    assert summary["layout"] == {"tensor": 1, "pipe": 2 // data, "context": 1, "data": data, "zero_stage": data - 1}
     assert summary["effective_batch"]["tokens"] == 8 * 32 and summary["consumed_tokens"] == 6 * 8 * 32
     assert summary["learning_rate"]["effective"] == 1e-3 * data == summary["learning_rate"]["last"]
     assert 0 < summary["parameters"]["trainable"] < summary["parameters"]["total"]
