@@ -134,7 +134,9 @@ class Manifest:
         try:
             raw = json.loads(text)
             version = raw["format_version"]
-            if not isinstance(version, int) or version > FORMAT_VERSION:
+            if not isinstance(version, int):
+                raise TypeError(f"format_version {version!r} is not a number")
+            if version > FORMAT_VERSION:
                 raise CheckpointError(
                     f"{file_name}: format_version {version} is newer than this program can read "
                     f"({FORMAT_VERSION}); update the program"

@@ -78,7 +78,10 @@ class NpyDataset(IndexedDataset):
         except (ValueError, KeyError, TypeError) as problem:
             raise DataError(f"{self.index_file}: lists no shards ({problem!r}); copy the folder again") from None
         if wrong or not files:
-            raise DataError(f"{wrong[0] if wrong else folder}: does not match {METADATA}; copy the folder again")
+            raise DataError(
+                f"{wrong[0] if wrong else folder}: is missing, or has another number of rows than {METADATA} says; "
+                "copy the folder again"
+            )
         return files
 
 

@@ -31,7 +31,8 @@ class ParamSpec:
         numbers
         from 1 to 16; "time_step": its softplus is log-uniform from 0.001 to 0.1.
     sum_over_tensor: each tensor rank's file holds one summand; the effective value is the sum over ranks.
-    weight_decay: whether weight decay applies; False for norms and biases.
+    weight_decay: whether weight decay applies; False for norms, biases, attention sinks, and Mamba's A_log, D
+        and dt_bias.
     shared: all blocks use the same parameter; each block's file holds a copy.
     tied: the output layer on the last pipeline stage uses this parameter too.
     projections: rows of each fused projection, in order; the pattern repeats along the rows. Empty: not

@@ -4,7 +4,7 @@ The callbacks in `builtin_callbacks/build.py`, called around each step, decide w
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from megatron.callbacks import Callback, Step, StepResult
 from megatron.data import (
@@ -98,10 +98,11 @@ def _close_completed_run(training: Training, callbacks: Sequence[Callback]) -> N
         write_status(training, "finished", None)
     say_ending(training, "finished", None)
     everyone = (*training.user_callbacks, *callbacks)
-    for callback in everyone:
-        callback.on_completed_run(training)
-    for callback in everyone:
-        callback.close()
+    with ExitStack() as closing:  # which closes the others too, if one raises
+        for callback in reversed(everyone):
+            closing.callback(callback.close)
+        for callback in everyone:
+            callback.on_completed_run(training)
 
 
 def _train(training: Training, program_callbacks: Sequence[Callback]) -> None:

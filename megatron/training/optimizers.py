@@ -19,9 +19,10 @@ def parameter_groups(stage: Stage, args: NeoXArgs) -> list[dict[str, Any]]:
 
 
 def weight_decay_groups(params: Iterable[tuple[nn.Parameter, ParamSpec]], args: NeoXArgs) -> list[dict[str, Any]]:
-    """Returns two parameter groups, as GPT-NeoX: with weight decay, and without it for norms and biases.
+    """Returns two parameter groups: those with weight decay, and those without it.
 
-    A group may be empty.
+    As in GPT-NeoX, norms and biases have none; nor have attention sinks and Mamba's A_log, D and dt_bias. A
+    group may be empty.
     """
     decayed: list[nn.Parameter] = []
     undecayed: list[nn.Parameter] = []

@@ -221,6 +221,7 @@ def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None
         ({"a": values, "a_scale_inv": numbers(2, 1)}, FP8, r"a_scale_inv: .*\(2, 1\), .*weight_block_size.* \(2, 2\)"),
         ({"a": values, "a_scale_inv": numbers(1)}, FP8, r"a_scale_inv: .*\(1,\), .* \(2, 2\)"),
         ({"a": values}, {**FP8, "weight_block_size": [128]}, r"weight_block_size: \[128\] is not a pair"),
+        ({"a": values}, {**FP8, "weight_block_size": 128}, r"config\.weight_block_size: 128 is not a pair"),
         ({"a_blocks": blocks}, MXFP4, "a_blocks is in MXFP4, .*a_scales .*missing"),
         ({"a_blocks": blocks, "a_scales": blocks[..., 0, :].clone()}, MXFP4, "a_blocks .*shape"),
         ({"a": values}, {"quant_method": None, "bits": 4}, "quantised by an unnamed method "),

@@ -32,23 +32,23 @@ HYBRID_120B: dict[str, Any] = {
 def messages(report: dict[str, Any], kind: str) -> dict[tuple[int, int], list[int]]:
     """Bytes of the sends or receives of a step, in order, by the pair of ranks."""
     sizes: dict[tuple[int, int], list[int]] = {}
-    for first, stride, _, name, size in report["collectives"]:
+    for lower_rank, stride, _, name, size in report["collectives"]:
         if name == kind:
-            sizes.setdefault((first, first + stride), []).append(size)
+            sizes.setdefault((lower_rank, lower_rank + stride), []).append(size)
     return sizes
 
 
 @pytest.mark.parametrize("name", with_more(LAYOUTS, *[name for name in LAYOUTS if name != "ZeRO 3"]))
 def test_receives_meet_sends(name: str, fake_cuda: FakeCuda) -> None:
-    """Of all stages of one tensor and data rank; with neighbours alone."""
+    """All stages of one tensor and data rank exchange messages with their neighbours, and with no other."""
     values = LAYOUTS[name]
     ranks = range(1, 4 * values["pipe_parallel_size"], 4)  # two tensor ranks, two data ranks
     reports = {rank: clean(fake_cuda, Case(4 * len(ranks), rank, values, native=True)) for rank in ranks}
     sends, receives = ({rank: messages(reports[rank], kind) for rank in ranks} for kind in ("send", "receive"))
     size = 2 * SEQ // 2 * MICRO_BATCH * HIDDEN
     for rank in ranks:
-        neighbours = {other for other in (rank - 4, rank + 4) if other in ranks}
-        assert sends[rank].keys() == {tuple(sorted((rank, other))) for other in neighbours}
+        neighbours = {rank - 4, rank + 4} & set(ranks)
+        assert sends[rank].keys() == {tuple(sorted((rank, neighbour))) for neighbour in neighbours}
         for pair, sizes in sends[rank].items():
             assert sizes == receives[sum(pair) - rank][pair] == [size] * MICRO_BATCHES, (rank, pair)
 

@@ -142,5 +142,8 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparis
     logits = logits[:, -1] if scores else logits[..., : peft_logits.shape[-1]]
     comparison = LogitComparison.from_logits(logits, peft_logits, tokens, reference="peft")
     if not comparison.is_close:
-        raise CheckpointError(f"{source.path}: our logits with these adapters differ from peft's: {comparison}")
+        raise CheckpointError(
+            f"{source.path}: with these adapters the model gives other logits here than in peft: {comparison}; do not "
+            "use them in peft, and report this"
+        )
     return comparison

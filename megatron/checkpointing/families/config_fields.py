@@ -135,7 +135,7 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
     if scaling.get("truncate", True):
         scaling.pop("truncate", None)  # true is the default
     elif scaling["rope_type"] != "yarn":
-        raise CheckpointError("config.json: rope_scaling.truncate: false is only supported with rope_type yarn")
+        raise CheckpointError("config.json: truncate: false of rotary positions is only supported with rope_type yarn")
     if scaling["rope_type"] == "dynamic":
         scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
     elif scaling["rope_type"] in ("llama3", "yarn"):

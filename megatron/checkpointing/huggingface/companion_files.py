@@ -353,9 +353,10 @@ def _tokenizer_config(tokenizer: Tokenizer) -> bytes:
 
 
 def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
-    """Returns `files` in which tokenizer_config.json has the token with id `pad` as pad_token.
+    """Returns `files` with the token of id `pad` as pad_token in tokenizer_config.json.
 
-    Raises CheckpointError for an unknown id."""
+    Without tokenizer.json it returns `files` unchanged. Raises CheckpointError if tokenizer.json has no such
+    id."""
     if "tokenizer.json" not in files:
         return files
     tokenizer_json = json.loads(files["tokenizer.json"])

@@ -7,7 +7,7 @@ and then cast.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,9 +81,11 @@ def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if method == "fp8":
         block = quantization.get("weight_block_size", (128, 128))
-        if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        is_pair = isinstance(block, Sequence) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+        if block is not None and not is_pair:
             raise CheckpointError(
-                f"{folder_name}: config.json: weight_block_size: {block} is not a pair of whole numbers above 0"
+                f"{folder_name}: config.json: quantization_config.weight_block_size: {block} is not a pair of whole "
+                "numbers above 0; correct the file"
             )
         return Fp8(folder_name, None if block is None else (block[0], block[1]))
     if method == "mxfp4":

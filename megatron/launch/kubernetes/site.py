@@ -99,8 +99,9 @@ class Site:
 def read_site(file: str | Path) -> Site:
     """Returns the site that a YAML file describes.
 
-    Raises ConfigError with a line `FILE:LINE: key: problem` for each mistake. For an unknown key the line
-    suggests the nearest known keys.
+    Raises ConfigError with a line `FILE:LINE: key: problem` for each mistake found; a missing key has no line
+    number. Values are checked once keys, types and claims are right. For an unknown key the line suggests the
+    nearest known keys.
     """
     origins: dict[str, str] = {}
     problems = ErrorCollector(origins)
@@ -159,7 +160,9 @@ def _check(site: Site, problems: ErrorCollector) -> None:
             elif not _LABEL_NAME.fullmatch(name):
                 problems.add(f"{key}.{name}", "is not a label name such as example.com/team; correct it")
             elif key != "annotations" and not _LABEL.fullmatch(value):
-                problems.add(f"{key}.{name}", "expected at most 63 letters, digits, hyphens, dots and underscores")
+                problems.add(
+                    f"{key}.{name}", f"{value}: use up to 63 letters, digits, -, . and _; begin and end with no sign"
+                )
             elif _SECRET_VALUE.search(value):
                 problems.add(
                     f"{key}.{name}", "looks like a secret, which every reader of the manifest would see; remove it"

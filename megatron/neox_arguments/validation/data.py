@@ -136,7 +136,7 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
         for name in ("train", "valid", "test"):
             for kind in ("label", "reward"):
                 if getattr(args, f"{name}_data_paths") and getattr(args, f"{name}_{kind}_data_paths") is None:
-                    problems.add(f"{name}_data_paths", f"KTO needs {name}_{kind}_data_paths too")
+                    problems.add(f"{name}_data_paths", f"KTO also needs {name}_{kind}_data_paths; set it")
     for key, reason in (
         ("seq_curriculum", "would cut answers off"),
         ("curriculum_learning", "would cut answers off"),
@@ -151,7 +151,7 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if longest is not None and longest > row_places(args):
         room = row_places(args)
         problems.add(
-            "max_length", f"{longest} tokens of an answer with its prompt do not fit: a row holds {room} (seq_length "
+            "max_length", f"allows {longest} tokens for a prompt with its answer, but a row holds {room} (seq_length "
             f"{args.cite('seq_length')}); set seq_length to {args.seq_length + longest - room} or more, or max_length "
             f"to {room} or less",
         )  # fmt: skip

@@ -99,8 +99,9 @@ class Links:
         """Wait until all tensors have been sent."""
         self._wait(0)
 
-    def _wait(self, most: int) -> None:
-        while len(self._sent) > most:
+    def _wait(self, limit: int) -> None:
+        """Wait until at most `limit` tensors are still being sent."""
+        while len(self._sent) > limit:
             if (work := self._sent.popleft()[0]) is not None:
                 work.wait()
 
@@ -117,8 +118,8 @@ class Pipeline:
         """dtype: of hidden states. All ranks call it together."""
         self._stage, self._args, self._groups, self._dtype = stage, args, groups, dtype
         self._links = Links(groups) if groups.size("pipe") > 1 else None
-        first, last = stage.specs[0].index, stage.specs[-1].index
-        self._has_backward, self._sends_gradients = last >= stage.lowest_trained, first > stage.lowest_trained
+        self._has_backward = stage.specs[-1].index >= stage.lowest_trained
+        self._sends_gradients = stage.specs[0].index > stage.lowest_trained
         self._receiving: dict[Action, tuple[dist.Work | None, Tensor]] = {}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor | GradientEdge] = {}

@@ -71,7 +71,14 @@ class Counter(Callback):
         self.steps += step.result is not None
 
     def on_completed_run(self, run):
-        (FOLDER / f"completed_{run.groups.world_rank}").touch()
+        self.rank = run.groups.world_rank
+        (FOLDER / f"completed_{self.rank}").touch()
+
+    def close(self):
+        if self.part.get("close") is not None:
+            with open(FOLDER / f"closed_{self.rank}", "a") as file:
+                file.write("closed ")
+            raise OSError(self.part["close"])
 
     def on_save(self, run, step, ephemeral):
         (FOLDER / f"steps_{step.iteration}_{run.groups.world_rank}").write_text(str(int(self.steps)))
@@ -151,6 +158,15 @@ def test_a_state_goes_into_checkpoints_and_on(tmp_path: Path) -> None:
         f"steps_{step}_{rank}": str(step) for step in (2, 4) for rank in (0, 1)
     }
     assert len(list(tmp_path.glob("completed_*"))) == 2, "the third start has nothing left to do"
+    failing = arguments(tmp_path, counters, f"load={tmp_path}/run", part={"close": "no board"})
+    run_ranks(failing_close, 2, failing, init=False)
+    assert (tmp_path / "closed_0").read_text() == "closed closed ", "each is closed, whatever others raise"
+
+
+def failing_close(rank: int, world_size: int, argv: list[str]) -> None:
+    """For the pool: train.py, whose callbacks cannot be closed."""
+    with pytest.raises(OSError, match="no board"):
+        call_train(rank, world_size, argv)
 
 
 def refused_state(rank: int, world_size: int, argv: list[str]) -> None:

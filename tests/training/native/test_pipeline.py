@@ -113,10 +113,10 @@ def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages
 
 def test_each_boundary_carries_every_micro_batch_once_each_way(four_stages: list[list[Executed]]) -> None:
     for i, micro_batches in enumerate((8, 2)):
-        for stage, rank in enumerate(four_stages):
-            neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < 4]
-            expected = {(kind, other): micro_batches for kind in ("send", "receive") for other in neighbours}
-            assert rank[i].messages == expected, (stage, micro_batches)
+        for stage, runs in enumerate(four_stages):
+            neighbours = {stage - 1, stage + 1} & set(range(4))
+            expected = {(kind, rank): micro_batches for kind in ("send", "receive") for rank in neighbours}
+            assert runs[i].messages == expected, (stage, micro_batches)
 
 
 def test_no_gradient_goes_below_the_lowest_trained_layer(four_stages: list[list[Executed]]) -> None:

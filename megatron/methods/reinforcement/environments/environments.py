@@ -89,7 +89,8 @@ class Environments:
             parent_end, process_end = socket.socketpair()
         except OSError as problem:
             raise EnvironmentFailure(
-                f"the environment's process could not be started: {problem.strerror}; check ulimit -n (open files)"
+                f"no socket could be opened for the environment: {problem.strerror}; raise the hard limit of open "
+                "files (ulimit -Hn), or hold fewer conversations at once"
             ) from None
         number = next(self._numbers)
         with process_end, self._lock:

@@ -118,7 +118,7 @@ def test_conversations_need_files(start: Open, monkeypatch: pytest.MonkeyPatch) 
 
     with closing(start("Echo")):
         monkeypatch.setattr(socket, "socketpair", none_left)
-        with pytest.raises(EnvironmentFailure, match="Too many open files.*ulimit -n"):
+        with pytest.raises(EnvironmentFailure, match="Too many open files.*ulimit -Hn"):
             start("Echo")
 
 
