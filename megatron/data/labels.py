@@ -22,8 +22,8 @@ def open_labels(prefix: str, text: IndexedDataset) -> IndexedDataset:
     labels = open_dataset(prefix)
     if labels.dtype.kind != "i":
         raise DataError(
-            f"{labels.data_file}: holds {labels.dtype}, but labels must be int32 (-100 where masked); make the labels "
-            "again"
+            f"{labels.data_file}: holds {labels.dtype}, but labels must be signed integers, such as int32 (-100 where "
+            "masked); make the labels again"
         )
     _check_documents(labels, text, "labels")
     differ = np.flatnonzero(labels.sizes != text.sizes)

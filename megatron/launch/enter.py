@@ -52,7 +52,7 @@ def _interfaces(process: ProcessInfo) -> dict[str, str]:
     If all ranks are on this machine, both use loopback. With several machines NCCL chooses by itself, and
     gloo gets the interface that leads to rank 0 (GPU runs use gloo too, for CPU data). By default gloo
     resolves this machine's host name. Laptops and containers often cannot resolve it, and Debian resolves it
-    to 127.0.1.1, which other machines cannot reach.
+    to 127.0.1.1, which other machines cannot reach. Returns {} outside Linux, or if no interface is found.
     """
     if sys.platform != "linux":
         return {}

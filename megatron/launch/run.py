@@ -71,8 +71,9 @@ class Run:
 
 
 def make_folders(run: Run) -> None:
-    """Creates the folders `log_dir` and, unless it is remote, `save`. Raises LaunchError if one cannot be
-    written."""
+    """Creates the folder `log_dir`, and for a training script the folder `save` unless that is a bucket.
+
+    Raises LaunchError if one cannot be written."""
     args = run.args
     folders = {run.log_dir: "log_dir" if args.log_dir else "save" if local_save(args) else None}
     if run.trains and local_save(args):

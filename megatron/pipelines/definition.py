@@ -214,8 +214,8 @@ def _check(stages: list[Stage], problems: ErrorCollector) -> None:
         path = f"stages.{stage.name}"
         start_names = [previous.name for previous in previous_stages if previous.kind != "data"]
         if stage.starts_from is not None and stage.starts_from not in start_names:
-            earlier = f"earlier stages with weights: {', '.join(start_names) or 'none'}"
-            problems.add(f"{path}.starts_from", f"{stage.starts_from} is not an earlier stage; {earlier}")
+            fix = f"write one of: {', '.join(start_names)}" if start_names else "remove it, as there is none"
+            problems.add(f"{path}.starts_from", f"{stage.starts_from} is not an earlier stage with weights; {fix}")
         for key in stage.evaluation or {}:
             if key in PIPELINE_KEYS:
                 problems.add(f"{path}.evaluation.{key}", "the pipeline sets this key itself; remove it")

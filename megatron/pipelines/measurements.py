@@ -111,8 +111,8 @@ class Measurements:
         spacing = newest - rows[-2]["iteration"] if len(rows) > 1 else newest
         if last - newest >= (max(1, spacing) if kind in ("train/", "") else 1):
             raise MissingError(
-                f"{metric} was last measured at iteration {newest}, but the weights are of iteration {last}; log or "
-                "evaluate it at the end of the run"
+                f"{kind or 'other '}metrics were last logged at iteration {newest}, but the weights are of iteration "
+                f"{last}; log or evaluate {metric} at the last iteration"
             )
         return rows, last
 

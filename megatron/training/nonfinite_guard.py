@@ -157,7 +157,7 @@ class SpikeGuard:
         self._losses.extend(losses)
 
     def decide(self, loss: float) -> None:
-        """Set `skips`: whether the step with this loss is to be skipped."""
+        """Set `skips` to whether this loss is a spike. If it is finite and no spike, record it."""
         limit = math.inf
         if len(self._losses) >= self.MIN_LOSSES:
             limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)

@@ -102,10 +102,10 @@ class _TemplateRenderer:
         return text, {index: span for index, span in zip(answers, spans, strict=True) if index in selected}
 
     def compared(self, messages: Sequence[Message], prompts: Mapping[int, str]) -> tuple[str, dict[int, Span]]:
-        """Return (text, {index: span} of each answer), with spans found by comparing renders.
+        """Return (text, {index: span} of each answer after message 0), with spans found by comparing renders.
 
         The span is what the render up to and including the answer adds to the answer's prompt. prompts:
-        {index: rendered prompt} of the answers.
+        {index: rendered prompt} of the answers. Raises DataError if a later message changes what precedes it.
         """
         text = self.chat.render(messages, self.settings)
         spans = {}

@@ -176,7 +176,7 @@ def parse_body(kind: type[B], content: bytes) -> B:
     try:
         body = kind.model_validate_json(content)
     except ValidationError as problem:
-        raise _first_error(problem, kind) from None
+        raise _first_error(problem) from None
     for name, value in (body.model_extra or {}).items():
         if name in _HARMLESS or value in _NEUTRAL.get(name, ()):
             continue
@@ -201,9 +201,9 @@ def parse_body(kind: type[B], content: bytes) -> B:
     return body
 
 
-def _first_error(problem: ValidationError, kind: type[_SamplingRequest]) -> APIError:
-    """Returns the first error in pydantic's ValidationError as an APIError that names the field. kind: the
-    class that was validated."""
+def _first_error(problem: ValidationError) -> APIError:
+    """Returns the first error in pydantic's ValidationError as an APIError. It names the field, unless the
+    body is no JSON object."""
     error = problem.errors(include_url=False, include_input=False)[0]
     if error["type"] == "json_invalid" or not error["loc"]:
         return APIError(400, f"the body is not a JSON object: {error['msg']}", code="invalid_json")

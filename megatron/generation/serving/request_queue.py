@@ -138,7 +138,9 @@ class RequestQueue:
             raise APIError(503, "the server is shutting down", retry_after=RETRY_AFTER_S)
         if len(requests) > self.limit:
             raise APIError(
-                400, f"{len(requests)} texts in one request; at most {self.limit} are allowed (serve_max_requests)"
+                400,
+                f"one request asks for {len(requests)} texts (prompts times n), above serve_max_requests {self.limit}; "
+                "send fewer prompts, or lower n",
             )
         if len(self.streams) + len(requests) > self.limit:
             raise APIError(

@@ -223,7 +223,8 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
         _blocks_of_stages(args, args.pipeline_layers, problems)
     elif args.pp > args.num_layers:
         problems.add(
-            "pipe_parallel_size", f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; lower it"
+            "pipe_parallel_size",
+            f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; use fewer",
         )
     if args.sequence_parallel and args.seq_length % tp:
         problems.add(

@@ -51,8 +51,8 @@ def read_best(folder: Path) -> BestRecord | None:
 
 
 def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) -> None:
-    """Raises ConfigError if `save_best` names a metric that this run's validations do not have, or if the run
-    has no validation data."""
+    """Raises ConfigError if `save_best` names a metric `validation/...` that this run does not have, or if
+    there is no validation data. Metrics of `eval_tasks` are not checked here."""
     if args.save_best is None:
         return
     metric, _ = best_metric(args.save_best)
