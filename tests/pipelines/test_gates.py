@@ -238,7 +238,7 @@ def test_override(tmp_path, overridden_verdict, judged_verdict, holds):
 # rows, iteration of the weights, metric, window, what is said
 @pytest.mark.parametrize(("metric_rows", "iteration", "metric", "window", "message"), [
     (rows(3.0, 2.0), 25, LOSS, None, None),  # logged every ten steps: the next row would be that of 30
-    (rows(3.0, 2.0), 30, LOSS, None, "measured at iteration 20, but the weights are of iteration 30"),
+    (rows(3.0, 2.0), 30, LOSS, None, "logged at iteration 20, but the weights are of iteration 30"),
     (rows(3.0), 9, LOSS, None, None),
     ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, None, "no value at iteration 30"),
     ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, 20, "no value at iteration 30"),
