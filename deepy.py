@@ -64,6 +64,13 @@ def main() -> int:
         if command.print_config:
             print(print_config(command.args))
             return 0
+        if command.print_schedule:
+            from megatron.training.native.pipeline_schedule import draw_schedule, schedule_lines
+
+            print("\n".join(schedule_lines(command.args)))
+            if command.schedule_picture is not None:
+                draw_schedule(command.args, command.schedule_picture)
+            return 0
         command.args.check_for(command.user_script)  # once, before ranks are started
         if command.dry_run:
             for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):

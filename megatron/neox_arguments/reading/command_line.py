@@ -110,6 +110,8 @@ class DeepyCommand(NamedTuple):
     """The script, its files and its flags as they were typed, without flags for hosts, devices and ports."""
     presets: Sequence[str] = ()
     """The configuration files that are presets, which come with the package."""
+    print_schedule: bool = False
+    schedule_picture: Path | None = None
 
 
 # Keys whose flags differ between machines if a command line is typed on each
@@ -138,6 +140,13 @@ def parse_deepy(
         help="print the commands of the run, or the problems of the configuration, and exit; "
         "`deepy.py doctor CONF` also checks files and the machine",
     )  # fmt: skip
+    parser.add_argument(
+        "--print-schedule", action="store_true",
+        help="print what each pipeline stage runs when, how long stages are idle, the activations they hold, and exit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schedule-picture", metavar="FILE", type=Path, help="print the schedule, and draw it into FILE (.png or .svg)"
+    )
     parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
@@ -157,6 +166,7 @@ def parse_deepy(
     return DeepyCommand(
         parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
         tuple(_words(parsed)), tuple(presets),
+        parsed.print_schedule or parsed.schedule_picture is not None, parsed.schedule_picture,
     )  # fmt: skip
 
 

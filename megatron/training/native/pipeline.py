@@ -7,7 +7,6 @@ stage only the output of the one before, and computes the loss without the outpu
 from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,29 +18,10 @@ from megatron.model import HiddenStates, Stage
 from megatron.model.pipeline_forward import hidden_buffer
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import ModelArgs
+from megatron.training.native.pipeline_schedule import Action, one_forward_one_backward
 
 ScaledLoss = Callable[[HeadInput, Batch], Tensor]
 """Returns the loss of a micro-batch, on which backward is called."""
-
-
-class Action(NamedTuple):
-    """One pass of one micro-batch through this rank's stage."""
-
-    kind: Literal["forward", "backward"]
-    micro_batch: int
-
-
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Returns the actions of a stage in the order of 1F1B (arXiv 2006.09503, PipeDream-Flush).
-
-    A stage first runs one forward for each later stage. Then it runs a forward and a backward in turns, and
-    at last the remaining backwards. With one stage each micro-batch is finished before the next begins.
-    """
-    forwards = [Action("forward", i) for i in range(micro_batches)]
-    backwards = [Action("backward", i) for i in range(micro_batches)]
-    warm_up = min(stages - 1 - stage, micro_batches)
-    turns = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-    return [*forwards[:warm_up], *turns, *backwards[micro_batches - warm_up :]]
 
 
 class Links:

@@ -262,7 +262,7 @@ REFUSED: list[tuple[str, Any, int, str, str]] = [
     ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
     ("completions", {"prompt": "a " * 5000}, 400, "prompt", "the model has 4096 positions; the prompt has"),
     ("completions", {"prompt": "a", "n": 200, "max_tokens": 1}, 400, "n", "n: "),
-    ("completions", {"prompt": ["a"] * 201, "max_tokens": 1}, 400, "", "asks for 201 texts (prompts times n), above serve_max_requests 200"),
+    ("completions", {"prompt": ["a"] * 201, "max_tokens": 1}, 400, "", "201 texts (prompts times n), above "),
     ("chat/completions", {"messages": []}, 400, "messages", "messages: "),
     ("chat/completions", {"messages": "Hi"}, 400, "messages", "messages: "),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages", "message 0 has no content"),

@@ -1,16 +1,23 @@
 """Pipelines of the native engine: the order of passes and messages of each stage, from executed events."""
 
+import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+import yaml
 
-from megatron.training.native.pipeline import Action, Pipeline, one_forward_one_backward
+import deepy
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.native.pipeline import Pipeline
+from megatron.training.native.pipeline_schedule import Action, one_forward_one_backward, schedule_lines, timeline
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.runs import NEOX, begin_each, config
@@ -131,5 +138,26 @@ def test_no_gradient_goes_below_the_lowest_trained_layer(four_stages: list[list[
 def test_the_order_of_1f1b(stages: int, micro_batches: int) -> None:
     actions = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
     assert idle_share(actions) == Fraction(stages - 1, micro_batches + stages - 1)
+    assert timeline(stages, micro_batches).idle == pytest.approx(float(idle_share(actions)))
     turns = [Action(kind, i) for i in range(micro_batches) for kind in ("forward", "backward")]  # type: ignore[arg-type]
     assert actions[-1] == turns
+
+
+def test_a_schedule_as_text_and_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yml").write_text(yaml.safe_dump(pipeline_config(2, 3)))
+    command = ["deepy.py", "train.py", str(tmp_path / "a.yml"), "--schedule-picture", str(tmp_path / "step.svg")]
+    with mock.patch.object(sys, "argv", command):
+        assert deepy.main() == 0
+    first_line, *rows = capsys.readouterr().out.splitlines()
+    assert re.search("2 stages, 3 micro-batches.*25.0%", first_line), "1 of 4 units"
+    cells = [row.split("holds")[0].split()[2:] for row in rows]
+    assert cells[0] == "F0 F1 .. .. B0 -- F2 B1 -- .. B2 --".split()
+    assert cells[1] == ".. F0 B0 -- F1 B1 -- F2 B2 -- .. ..".split()
+    assert [row.split()[-1] for row in rows] == ["2", "1"]
+    assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_schedule_needs_the_number_of_micro_batches() -> None:
+    args = NeoXArgs.from_dict(config(NEOX, pipe_parallel_size=2, train_micro_batch_size_per_gpu=1))
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        schedule_lines(args)
