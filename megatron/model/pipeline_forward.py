@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.model.stage import HiddenStates
 from megatron.mpu import HeadInput, ParallelGroups
+from megatron.mpu.pending_sends import PendingSends
 from megatron.neox_arguments import ModelArgs
 
 Read = Callable[[HeadInput, Batch], Tensor]
@@ -52,7 +53,7 @@ def forward_only(
     """
     pipe, members = groups.group("pipe"), groups.members["pipe"]
     position = groups.rank("pipe")
-    results, waiting = [], []
+    results, sends = [], PendingSends(2 * groups.size("pipe"))
     for batch in batches:
         batch = batch.to(groups.device)
         hidden = None
@@ -63,11 +64,9 @@ def forward_only(
         out = stage(hidden, batch, partial(_read, read, batch))
         if isinstance(out, HiddenStates):
             sent = out.hidden_states.contiguous()
-            waiting.append((dist.isend(sent, dst=members[position + 1], group=pipe), sent))
+            sends.add(dist.isend(sent, dst=members[position + 1], group=pipe), sent)
             results.append(torch.empty(shape(batch), dtype=torch.float32, device=groups.device))
         else:
             results.append(out)
-    for work, _ in waiting:
-        if work is not None:
-            work.wait()
+    sends.wait()
     return [groups.from_last_stage(result) for result in results]

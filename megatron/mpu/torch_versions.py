@@ -4,6 +4,7 @@ Nothing else in megatron/ depends on the version of torch.
 """
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,8 +52,21 @@ def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
     return context.all_gather_copy_in_stream, context.all_gather_stream
 
 
+def forget_forwards(modules: Iterable[FSDPModule]) -> None:
+    """Clears the order of forward passes that `fully_shard` records for the next backward.
+
+    Call it after a step without a backward, or the record grows from step to step.
+    """
+    for module in modules:
+        state = module._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                group._post_forward_indices.clear()
+
+
 def ignore_view_warning() -> None:
-    """Hides a warning of torch 2.13's `fully_shard` about a stage that returns a view of its hidden states.
+    """Hides a warning of torch 2.13's `fully_shard` about a module that returns a view of its hidden states.
 
     Such a view may not be changed in place. Nobody does: it is sent to the next stage.
     """

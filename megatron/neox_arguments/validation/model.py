@@ -237,7 +237,7 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 def _blocks_of_stages(args: ResolvedArgs, blocks: tuple[int, ...], problems: ErrorCollector) -> None:
     key, text = "pipeline_layers", f"{list(blocks)}"
-    if min(blocks) < 0 or sum(blocks) != args.num_layers:
+    if min(blocks, default=-1) < 0 or sum(blocks) != args.num_layers:
         problems.add(key, f"{text} must be numbers of blocks that sum to num_layers {args.cite('num_layers')}")
     if 0 in blocks[1:-1]:
         problems.add(key, f"{text}: only the first and the last stage may have no block; give the others at least 1")

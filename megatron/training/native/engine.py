@@ -17,7 +17,7 @@ from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, State, StepResult
 from megatron.training.native.fully_sharded import ShardedWeights
-from megatron.training.native.limits import idle_keys, layout_problems, limits
+from megatron.training.native.limits import idle_keys, layout_problems, limits, native_only_feature
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
@@ -55,7 +55,10 @@ class NativeEngine(Engine):
 
     @staticmethod
     def check(args: NeoXArgs) -> None:
+        feature = native_only_feature(args)
         fix = "write engine: deepspeed, or remove it"
+        if feature is not None:
+            fix = f"remove it, or change {feature}, which DeepSpeed does not support"
         problems = [f"{args.origin(limit.key)}: {limit.key} {limit.reason}; {fix}" for limit in limits(args)]
         problems += layout_problems(args)
         if problems:

@@ -4,7 +4,6 @@ torch.distributed.pipelining has a runtime for this. It cannot be used: it split
 stage only the output of the one before, and computes the loss without the output layer.
 """
 
-from collections import deque
 from collections.abc import Callable
 from itertools import zip_longest
 
@@ -17,6 +16,7 @@ from megatron.data import Batch
 from megatron.model import HiddenStates, Stage
 from megatron.model.pipeline_forward import hidden_buffer
 from megatron.mpu import HeadInput, ParallelGroups
+from megatron.mpu.pending_sends import PendingSends
 from megatron.neox_arguments import ModelArgs
 from megatron.training.native.pipeline_schedule import Action, one_forward_one_backward
 
@@ -35,8 +35,7 @@ class Links:
         """Create and connect the groups. All ranks call it together."""
         self._members, self._position = groups.members["pipe"], groups.rank("pipe")
         size = len(self._members)
-        self._sent: deque[tuple[dist.Work | None, Tensor]] = deque()
-        self._most_sent = 2 * size
+        self._sends = PendingSends(2 * size)
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # by first stage of the pair, and direction
         # First pairs that begin with an even stage, then the others: torch names a group by the number of
         # groups before it, so both ranks of a pair must create it at the same place of their sequence.
@@ -66,9 +65,7 @@ class Links:
         """Begin to send a tensor to the next stage (step 1) or to the one before (step -1)."""
         tensor = tensor.contiguous()
         group = self._group(step, self._position)
-        self._sent.append((dist.isend(tensor, dst=self._members[self._position + step], group=group), tensor))
-        # Neighbours are at most as many messages apart as there are stages, so this one has been received.
-        self._wait(self._most_sent)
+        self._sends.add(dist.isend(tensor, dst=self._members[self._position + step], group=group), tensor)
 
     def receive(self, buffer: Tensor, step: int) -> dist.Work | None:
         """Begin to receive a tensor from the stage before (step 1) or from the next one (step -1)."""
@@ -77,13 +74,7 @@ class Links:
 
     def finish(self) -> None:
         """Wait until all tensors have been sent."""
-        self._wait(0)
-
-    def _wait(self, limit: int) -> None:
-        """Wait until at most `limit` tensors are still being sent."""
-        while len(self._sent) > limit:
-            if (work := self._sent.popleft()[0]) is not None:
-                work.wait()
+        self._sends.wait()
 
 
 class Pipeline:
@@ -151,7 +142,8 @@ class Pipeline:
         hidden = None
         if not self._groups.is_first_stage:
             received = self._received(action).requires_grad_(self._sends_gradients)
-            self._inputs[action.micro_batch] = received
+            if self._sends_gradients:
+                self._inputs[action.micro_batch] = received
             hidden = HiddenStates(received)
         out = self._stage(hidden, batch, lambda head: scaled_loss(head, batch))
         if not isinstance(out, HiddenStates):
@@ -159,16 +151,16 @@ class Pipeline:
             return out.detach()
         assert self._links is not None
         self._links.send(out.hidden_states.detach(), 1)
-        if self._has_backward:  # the values may be freed once they are sent
+        if self._has_backward:  # an edge, so that the values are freed once they are sent
             self._outputs[action.micro_batch] = get_gradient_edge(out.hidden_states)
         return 0.0
 
     def _backward(self, action: Action) -> None:
-        received = self._inputs.pop(action.micro_batch, None)
         if not self._has_backward:
             return
         gradient = None if self._groups.is_last_stage else self._received(action)
         torch.autograd.backward(self._outputs.pop(action.micro_batch), gradient)
         if self._sends_gradients:
-            assert self._links is not None and received is not None and received.grad is not None
-            self._links.send(received.grad, -1)
+            gradient = self._inputs.pop(action.micro_batch).grad
+            assert self._links is not None and gradient is not None
+            self._links.send(gradient, -1)

@@ -73,7 +73,7 @@ class Weights(Protocol):
     workers: tuple[int, int]
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for a micro-batch. Call it before each forward of a step. last: it is the step's last."""
+        """Prepare for the backward of a micro-batch. Call it before each. last: it is the step's last."""
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the step's gradient for each shard in `trained`, summed over data ranks.

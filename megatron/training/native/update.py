@@ -199,7 +199,8 @@ def build_native_optimizer(
 
 
 def _stream(shard: Shard, seed: int, parallel: ParallelGroups) -> Stream:
-    """Returns the random stream of a shard. Tensor ranks that hold copies of a weight get the same stream, so
-    that the copies stay equal."""
+    """Returns the random stream of a shard. Tensor ranks and pipeline stages that hold copies of a weight get
+    the same stream, so that the copies stay equal."""
     part = parallel.rank("tensor") if shard.spec.axis is not None else 0
-    return Stream(stream_number(seed, shard.layer, shard.name, part), shard.start)
+    layer = 2 if shard.spec.shared else shard.layer  # NeoX's index of the model's first block
+    return Stream(stream_number(seed, layer, shard.name, part), shard.start)

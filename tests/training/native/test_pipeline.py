@@ -20,7 +20,7 @@ from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import Action, one_forward_one_backward, schedule_lines, timeline
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
-from tests.training.runs import NEOX, begin_each, config
+from tests.training.runs import NEOX, RPE, begin_each, config
 
 PASS_COST = {"forward": 1, "backward": 2}  # a backward has two products for each of a forward
 
@@ -31,6 +31,7 @@ class Executed(NamedTuple):
     actions: list[Action]
     messages: Counter[tuple[str, int]]
     highest: int  # most micro-batches whose activations are held at once
+    left: int  # tensors that the pipeline still holds after the step
 
 
 def executed(rank: int, world_size: int, configs: Sequence[Mapping[str, Any]]) -> list[Executed]:
@@ -39,16 +40,16 @@ def executed(rank: int, world_size: int, configs: Sequence[Mapping[str, Any]]) -
     for training in begin_each(configs):
         actions: list[Action] = []
         messages: Counter[tuple[str, int]] = Counter()
-        held, highest = 0, 0
+        highest = 0
         batches = batches_of(training)
         training.engine.train_step(next(batches), 1e-3)
 
         def noted(run: Any, self: Pipeline, action: Action, *args: Any, actions: Any = actions) -> Any:
-            nonlocal held, highest
+            nonlocal highest
             actions.append(action)
-            held += 1 if action.kind == "forward" else -1
-            highest = max(held, highest)
-            return run(self, action, *args)
+            result = run(self, action, *args)
+            highest = max(len(self._outputs), len(self._inputs), highest)
+            return result
 
         def sent(send: Any, tensor: Any, dst: int, group: Any, messages: Any = messages) -> Any:
             messages["send", dst] += 1
@@ -66,7 +67,9 @@ def executed(rank: int, world_size: int, configs: Sequence[Mapping[str, Any]]) -
             mock.patch.object(dist, "irecv", partial(received, dist.irecv)),
         ):
             training.engine.train_step(step, 1e-3)
-        runs.append(Executed(actions, messages, highest))
+        pipeline = training.engine._pipeline  # type: ignore[attr-defined]
+        parts = (pipeline._inputs, pipeline._outputs, pipeline._receiving, pipeline._links._sends)
+        runs.append(Executed(actions, messages, highest, sum(map(len, parts))))
     return runs
 
 
@@ -104,9 +107,11 @@ def pipeline_config(stages: int, micro_batches: int, **overrides: Any) -> dict[s
 
 @pytest.fixture(scope="module")
 def four_stages() -> list[list[Executed]]:
-    """By rank: eight micro-batches; two; two with all but the last two blocks, on two stages, frozen."""
-    frozen = {"trainable": {"last_layers": 2}}
-    return run_ranks(executed, 4, [pipeline_config(4, 8), pipeline_config(4, 2), pipeline_config(4, 2, **frozen)])
+    """By rank: eight micro-batches; two; two with all but the last two blocks frozen; two with the embedding
+    alone."""
+    frozen, alone = {"trainable": {"last_layers": 2}}, {"pipeline_layers": [0, 2, 1, 1]}
+    runs = [pipeline_config(4, 8), *(pipeline_config(4, 2, **keys) for keys in ({}, frozen, alone))]
+    return run_ranks(executed, 4, runs)
 
 
 def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages: list[list[Executed]]) -> None:
@@ -119,10 +124,11 @@ def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages
 
 
 def test_each_boundary_carries_every_micro_batch_once_each_way(four_stages: list[list[Executed]]) -> None:
-    for i, micro_batches in enumerate((8, 2)):
+    for i, micro_batches in ((0, 8), (1, 2), (3, 2)):
         for stage, runs in enumerate(four_stages):
             neighbours = {stage - 1, stage + 1} & set(range(4))
             expected = {(kind, rank): micro_batches for kind in ("send", "receive") for rank in neighbours}
+            assert runs[i].left == 0
             assert runs[i].messages == expected, (stage, micro_batches)
 
 
@@ -132,6 +138,33 @@ def test_no_gradient_goes_below_the_lowest_trained_layer(four_stages: list[list[
         expected |= {("send", stage - 1): 2} if stage == 3 else {}
         expected |= {("receive", stage + 1): 2} if stage == 2 else {}
         assert rank[2].messages == {key: n for key, n in expected.items() if 0 <= key[1] < 4}, stage
+
+
+def table_and_record(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[Any, int]]:
+    """For the pool: after three steps, the table of relative biases, and the number of recorded forwards."""
+    results = []
+    for training in begin_each(configs):
+        batches = batches_of(training)
+        for _ in range(3):
+            training.engine.train_step(next(batches), 1e-3)
+        weights = training.engine.weights(master=True)
+        table = next((w[name] for w in weights.values() for name in w if name.startswith("attention.rpe")), None)
+        stage = training.engine.stage
+        recorded = stage._get_fsdp_state()._comm_ctx.post_forward_order if training.engine.zero_stage else ()  # type: ignore[operator,union-attr]
+        results.append((table, len(recorded)))
+    return results
+
+
+def test_copies_stay_equal_and_nothing_grows() -> None:
+    """Moments are rounded alike on all stages; a stage without a backward forgets its forwards."""
+    moments = {"precision": "bfloat16", "optimizer_state_dtype": "bf16", **RPE}
+    frozen = {"trainable": {"last_layers": 2}, "zero_optimization": {"stage": 3}, "train_batch_size": 4}
+    ranks = run_ranks(
+        table_and_record, 4, [pipeline_config(2, 2, **keys) for keys in (moments | {"train_batch_size": 4}, frozen)]
+    )
+    tables = [rank[0][0] for rank in ranks]
+    assert tables[0] is not None and all(table.equal(tables[0]) for table in tables)
+    assert [rank[1][1] for rank in ranks] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 2), (4, 4), (5, 12)])
