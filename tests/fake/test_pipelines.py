@@ -24,7 +24,7 @@ HYBRID_120B: dict[str, Any] = {
     "mamba_num_groups": 8, "mamba_head_dim": 64, "mamba_state_dim": 128, "moe_num_experts": 128, "moe_top_k": 6,
     "moe_intermediate_size": 2304, "moe_router_type": "topk", "seq_length": BIG_SEQ, "padded_vocab_size": 131072,
     "max_position_embeddings": BIG_SEQ, "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": MICRO_BATCHES, "pipe_parallel_size": STAGES, "expert_parallel_size": EXPERT_RANKS,
+    "pipe_parallel_size": STAGES, "expert_parallel_size": EXPERT_RANKS,
     "zero_optimization": {"stage": 1}, **RECOMPUTE,
 }  # fmt: skip
 
@@ -53,11 +53,15 @@ def test_receives_meet_sends(name: str, fake_cuda: FakeCuda) -> None:
             assert sizes == receives[sum(pair) - rank][pair] == [size] * MICRO_BATCHES, (rank, pair)
 
 
-@pytest.mark.parametrize("stage", with_more([10, 0, 21], 10, product=[0, 21]))
+@pytest.mark.product
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stage", [0, 10, 21])
 def test_a_hybrid_of_120b_on_22_stages(stage: int, fake_cuda: FakeCuda) -> None:
-    rank = stage * EXPERT_RANKS + 1
-    report = clean(fake_cuda, Case(STAGES * EXPERT_RANKS, rank, HYBRID_120B, native=True))
+    """With as many micro-batches as the stage ever holds at a time."""
+    rank, micro_batches = stage * EXPERT_RANKS + 1, STAGES - stage
+    values = {**HYBRID_120B, "gradient_accumulation_steps": micro_batches}
+    report = clean(fake_cuda, Case(STAGES * EXPERT_RANKS, rank, values, native=True))
     pairs = [(rank - EXPERT_RANKS, rank)] * (stage > 0) + [(rank, rank + EXPERT_RANKS)] * (stage < STAGES - 1)
     for kind in ("send", "receive"):
-        assert messages(report, kind) == {pair: [2 * BIG_SEQ * BIG_HIDDEN] * MICRO_BATCHES for pair in pairs}
+        assert messages(report, kind) == {pair: [2 * BIG_SEQ * BIG_HIDDEN] * micro_batches for pair in pairs}
     assert max(report["construction"], report["peak"]) < 80e9 * 0.9
