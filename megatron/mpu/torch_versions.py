@@ -52,7 +52,7 @@ def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
     return context.all_gather_copy_in_stream, context.all_gather_stream
 
 
-def forget_forwards(modules: Iterable[FSDPModule]) -> None:
+def clear_forward_order(modules: Iterable[FSDPModule]) -> None:
     """Clears the order of forward passes that `fully_shard` records for the next backward.
 
     Call it after a step without a backward, or the record grows from step to step.

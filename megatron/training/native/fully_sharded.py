@@ -13,7 +13,7 @@ from megatron.model import Stage, init_stage
 from megatron.model.init import parameters_with_specs
 from megatron.model.moe.experts import Experts
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
-from megatron.mpu.torch_versions import forget_forwards, ignore_view_warning
+from megatron.mpu.torch_versions import clear_forward_order, ignore_view_warning
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.shards import ExpertParts, GradientBucket, RowParts, Shard
 
@@ -121,7 +121,7 @@ class ShardedWeights:
         for module in self._modules:  # frozen modules have no backward, after which they would be resharded
             module.reshard()
         if not self.trained:  # a pipeline stage below the lowest trained layer has no backward
-            forget_forwards(self._modules)
+            clear_forward_order(self._modules)
         replicated = self._replicated.reduced()
         return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
 
