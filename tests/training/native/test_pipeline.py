@@ -109,8 +109,8 @@ def pipeline_config(stages: int, micro_batches: int, **overrides: Any) -> dict[s
 def four_stages() -> list[list[Executed]]:
     """By rank: eight micro-batches; two; two with all but the last two blocks frozen; two with the embedding
     alone."""
-    frozen, alone = {"trainable": {"last_layers": 2}}, {"pipeline_layers": [0, 2, 1, 1]}
-    runs = [pipeline_config(4, 8), *(pipeline_config(4, 2, **keys) for keys in ({}, frozen, alone))]
+    frozen, no_blocks = {"trainable": {"last_layers": 2}}, {"pipeline_layers": [0, 2, 1, 1]}
+    runs = [pipeline_config(4, 8), *(pipeline_config(4, 2, **keys) for keys in ({}, frozen, no_blocks))]
     return run_ranks(executed, 4, runs)
 
 
