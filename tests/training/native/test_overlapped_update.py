@@ -93,7 +93,9 @@ def poison(training: Training) -> None:
         if training.progress.iteration + 1 in (4, 5, 9) and output.requires_grad:
             output.register_hook(lambda grad: grad * math.nan)
 
-    next(m for m in training.engine.stage.modules() if isinstance(m, FinalNorm)).register_forward_hook(on_forward)
+    for module in training.engine.stage.modules():
+        if isinstance(module, FinalNorm):  # on the last pipeline stage
+            module.register_forward_hook(on_forward)
 
 
 def with_skipped(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Weights]:
