@@ -1,12 +1,15 @@
 """Pipelines of the native engine on fake CUDA: no wait, and every rank receives what its neighbours send."""
 
+import math
 from typing import Any
 
 import pytest
 
+from megatron.model import layer_params
+from megatron.neox_arguments import NeoXArgs
 from tests.fake.checks import clean
 from tests.fake.client import FakeCuda
-from tests.fake.layouts import HIDDEN, MICRO_BATCH, PP2, RECOMPUTE, SEQ, SP2, Case
+from tests.fake.layouts import HIDDEN, MICRO_BATCH, MODEL, PP2, RECOMPUTE, SEQ, SP2, Case
 from tests.marks import with_more
 
 MICRO_BATCHES = 3
@@ -15,7 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     f"ZeRO {stage}": {**SMALL, **PP2, "zero_optimization": {"stage": stage}} for stage in range(4)
 }
 LAYOUTS["4 stages, recompute"] = {**SMALL, **RECOMPUTE, "pipe_parallel_size": 4, "num_layers": 4}
-# 88 blocks, of which 11 attend and 33 have experts: 120 billion parameters.
+# 88 blocks, of which 11 attend and 33 have experts: 126 billion parameters.
 STAGES, EXPERT_RANKS, BIG_HIDDEN, BIG_SEQ = 22, 4, 4096, 6144
 MIXERS = ["mamba2", "moe", "mamba2", "moe", "mamba2", "moe", "mamba2", "attention"]
 HYBRID_120B: dict[str, Any] = {
@@ -51,6 +54,12 @@ def test_receives_meet_sends(name: str, fake_cuda: FakeCuda) -> None:
         assert sends[rank].keys() == {tuple(sorted((rank, neighbour))) for neighbour in neighbours}
         for pair, sizes in sends[rank].items():
             assert sizes == receives[sum(pair) - rank][pair] == [size] * MICRO_BATCHES, (rank, pair)
+
+
+def test_the_hybrid_has_120_billion_parameters() -> None:
+    args = NeoXArgs.from_dict({**MODEL, **HYBRID_120B})
+    sizes = [math.prod(param.shape) for params in layer_params(args).values() for param in params]
+    assert 120e9 < sum(sizes) < 127e9
 
 
 @pytest.mark.product

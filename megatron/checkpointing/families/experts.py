@@ -86,7 +86,7 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
     CheckpointError for a model without experts."""
     experts = get(config, "num_experts", get(config, "num_local_experts", defaults["num_experts"]))
     if experts < 2:
-        raise CheckpointError(f"config.json: {experts} experts (num_experts or num_local_experts), not 2 or more")
+        raise CheckpointError(f"config.json: has {experts} experts (num_experts, num_local_experts); 2 are needed")
     keys = {
         "moe_num_experts": experts,
         "moe_top_k": get(config, "num_experts_per_tok", defaults["num_experts_per_tok"]),

@@ -161,7 +161,7 @@ def _check(site: Site, problems: ErrorCollector) -> None:
                 problems.add(f"{key}.{name}", "is not a label name such as example.com/team; correct it")
             elif key != "annotations" and not _LABEL.fullmatch(value):
                 problems.add(
-                    f"{key}.{name}", f"{value}: use up to 63 letters, digits, -, . and _; begin and end with no sign"
+                    f"{key}.{name}", f"{value}: use up to 63 letters, digits, -, . and _, and no sign at an end"
                 )
             elif _SECRET_VALUE.search(value):
                 problems.add(

@@ -1,11 +1,10 @@
 """Orders the passes of micro-batches over pipeline stages, and shows who does what when."""
 
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 
 # In units of time: a backward has two matrix products for each of the forward.
 _DURATION = {"forward": 1, "backward": 2}
@@ -63,13 +62,8 @@ def timeline(stages: int, micro_batches: int) -> Timeline:
                 begins[stage].append((begin, actions.pop(0)))
                 clocks[stage] = ends[stage, action] = begin + _DURATION[action.kind]
     length, busy = max(clocks), micro_batches * sum(_DURATION.values())
-    held = [max(_held([action for _, action in actions])) for actions in begins]
+    held = [max(accumulate(1 if a.kind == "forward" else -1 for _, a in actions)) for actions in begins]
     return Timeline(begins, length, 1 - busy / length, held)
-
-
-def _held(actions: Sequence[Action]) -> list[int]:
-    """Returns the number of micro-batches in flight after each action."""
-    return list(accumulate(1 if action.kind == "forward" else -1 for action in actions))
 
 
 def schedule_lines(args: NeoXArgs) -> list[str]:
@@ -97,7 +91,7 @@ def schedule_lines(args: NeoXArgs) -> list[str]:
 
 def draw_schedule(args: NeoXArgs, path: Path) -> None:
     """Writes the pipeline schedule of a configuration as a picture, by matplotlib. The suffix of `path` gives
-    the format."""
+    the format. Raises ConfigError if it cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,8 +113,12 @@ def draw_schedule(args: NeoXArgs, path: Path) -> None:
     axes.set_xlabel("time, in forward passes of a stage")
     axes.set_title(f"1F1B: idle for {step.idle:.1%}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as problem:  # ValueError: a suffix that matplotlib does not know
+        raise ConfigError([f"--schedule-picture {path}: cannot be written ({problem}); name a .png or .svg"]) from None
+    finally:
+        pyplot.close(figure)
 
 
 def _timeline_of(args: NeoXArgs) -> Timeline:

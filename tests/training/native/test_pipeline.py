@@ -17,7 +17,13 @@ import yaml
 import deepy
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.native.pipeline import Pipeline
-from megatron.training.native.pipeline_schedule import Action, one_forward_one_backward, schedule_lines, timeline
+from megatron.training.native.pipeline_schedule import (
+    Action,
+    draw_schedule,
+    one_forward_one_backward,
+    schedule_lines,
+    timeline,
+)
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.runs import NEOX, RPE, begin_each, config
@@ -194,3 +200,10 @@ def test_a_schedule_needs_the_number_of_micro_batches() -> None:
     args = NeoXArgs.from_dict(config(NEOX, pipe_parallel_size=2, train_micro_batch_size_per_gpu=1))
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         schedule_lines(args)
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    args = NeoXArgs.from_dict(pipeline_config(2, 2))
+    for path in (tmp_path / "step.what", tmp_path / "no folder" / "step.png"):
+        with pytest.raises(ConfigError, match=f"schedule-picture {path}: "):
+            draw_schedule(args, path)
