@@ -59,7 +59,7 @@ def test_experts_of_config_json_are_those_of_transformers() -> None:
     unscaled = hf_config(balanced.replace(moe_aux_loss_scope="micro_batch"))
     assert not unscaled["output_router_logits"] and "router_aux_loss_coef" not in unscaled
     for case, changes, message in (
-        ("mixtral", {"num_local_experts": 1}, "num_experts: 1"),
+        ("mixtral", {"num_local_experts": 1}, "num_local_experts: 1"),
         ("qwen 2 moe", {"num_experts": 0}, "num_experts: 0"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1"),
         ("olmoe", {"head_dim": 6}, "head_dim: 6"),
@@ -93,7 +93,7 @@ def test_gpt_oss_is_read_as_published_and_refused_otherwise() -> None:
             "initial_context_length: 8192 must equal rope_scaling.original_max_position",
         ),
         ({"layer_types": ["chunked_attention"] * 24}, "layer_types: chunked_attention"),
-        ({"num_local_experts": 1}, "num_experts: 1"),
+        ({"num_local_experts": 1}, "num_local_experts: 1"),
     ):
         fails(re.escape(message), args_of, {**config, **changes})
     llama = {**config_of("llama 2").to_dict(), "rope_parameters": {

@@ -101,8 +101,8 @@ def test_a_folder_of_another_tool_needs_no_metadata(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("harm", "message"), [
-    (lambda folder: (folder / "000001.npy").unlink(), r"000001\.npy: does not match metadata\.json"),
-    (lambda folder: np.save(folder / "000001.npy", np.ones((3, 33), np.uint16)), r"does not match metadata\.json"),
+    (lambda folder: (folder / "000001.npy").unlink(), r"000001\.npy: .*metadata\.json"),
+    (lambda folder: np.save(folder / "000001.npy", np.ones((3, 33), np.uint16)), r"000001\.npy: .*metadata\.json"),
     (lambda folder: (folder / "metadata.json").write_text("{"), r"metadata\.json: lists no shards"),
     (lambda folder: (folder / "000002.npy").write_bytes(b"\x93NUMPY"), r"000002\.npy: cannot be read as \.npy"),
     (lambda folder: np.save(folder / "000000.npy", np.ones((50, 33))), r"float64 \[50, 33\], expected rows"),

@@ -84,9 +84,10 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
     As in transformers, the loss is used only if output_router_logits is true. It is computed over a
     micro-batch and all layers together. defaults: of the family's HuggingFace configuration class. Raises
     CheckpointError for a model without experts."""
-    experts = get(config, "num_experts", get(config, "num_local_experts", defaults["num_experts"]))
+    field = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    experts = get(config, field, defaults["num_experts"])
     if experts < 2:
-        raise CheckpointError(f"config.json: has {experts} experts (num_experts, num_local_experts); 2 are needed")
+        raise CheckpointError(f"config.json: {field}: {experts}; a model with experts has 2 or more")
     keys = {
         "moe_num_experts": experts,
         "moe_top_k": get(config, "num_experts_per_tok", defaults["num_experts_per_tok"]),
