@@ -65,7 +65,7 @@ def main() -> int:
             print(print_config(command.args))
             return 0
         if command.print_schedule:
-            from megatron.training.native.pipeline_schedule import draw_schedule, schedule_lines
+            from megatron.training.native.schedule_report import draw_schedule, schedule_lines
 
             print("\n".join(schedule_lines(command.args)))
             if command.schedule_picture is not None:

@@ -3,12 +3,14 @@ engine."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.model.pipeline_partition import StagePlacement
 from megatron.model.stage import HiddenStates
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.mpu.pending_sends import PendingSends
@@ -16,7 +18,7 @@ from megatron.neox_arguments import ModelArgs
 
 Read = Callable[[HeadInput, Batch], Tensor]
 Shape = Callable[[Batch], tuple[int, ...]]
-StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor]], HiddenStates | Tensor]
+StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tensor], int], HiddenStates | Tensor]
 
 
 def hidden_buffer(args: ModelArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
@@ -45,28 +47,43 @@ def forward_only(
     """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes from
     each.
 
-    stage: runs this rank's stage.
+    stage: runs a chunk of this rank's stage, as `Stage.forward`.
     read: called on the last stage with (final hidden states and output layer, batch); returns a tensor of
         `shape(batch)`.
     dtype: of the hidden states that stages exchange.
     Returns one fp32 tensor for each micro-batch, the same on every pipeline rank.
+
+    With virtual stages, as many micro-batches as ranks run through one chunk before the next chunk.
     """
-    pipe, members = groups.group("pipe"), groups.members["pipe"]
-    position = groups.rank("pipe")
-    results, sends = [], PendingSends(2 * groups.size("pipe"))
-    for batch in batches:
-        batch = batch.to(groups.device)
-        hidden = None
-        if not groups.is_first_stage:
-            buffer = hidden_buffer(args, groups, batch, dtype)
-            dist.recv(buffer, src=members[position - 1], group=pipe)
-            hidden = HiddenStates(buffer)
-        out = stage(hidden, batch, partial(_read, read, batch))
-        if isinstance(out, HiddenStates):
-            sent = out.hidden_states.contiguous()
-            sends.add(dist.isend(sent, dst=members[position + 1], group=pipe), sent)
-            results.append(torch.empty(shape(batch), dtype=torch.float32, device=groups.device))
-        else:
-            results.append(out)
+    rank, ranks, members = groups.rank("pipe"), groups.size("pipe"), groups.members["pipe"]
+    placement = StagePlacement.of(args, ranks)
+    results, sends = [], PendingSends(2 * ranks)
+    todo = iter(batches)
+    while at_once := [batch.to(groups.device) for batch in islice(todo, ranks if placement.chunks > 1 else 1)]:
+        for chunk, number in enumerate(placement.stages_of(rank)):
+            for batch in at_once:
+                hidden = None
+                if number > 0:
+                    buffer = hidden_buffer(args, groups, batch, dtype)
+                    source = placement.rank_of(number - 1)
+                    dist.recv(buffer, src=members[source], group=_link(groups, source, rank))
+                    hidden = HiddenStates(buffer)
+                out = stage(hidden, batch, partial(_read, read, batch), chunk)
+                if isinstance(out, HiddenStates):
+                    sent, to = out.hidden_states.contiguous(), placement.rank_of(number + 1)
+                    sends.add(dist.isend(sent, dst=members[to], group=_link(groups, rank, to)), sent)
+                else:
+                    results.append(out)
+        if not groups.is_last_stage:
+            results += [torch.empty(shape(batch), dtype=torch.float32, device=groups.device) for batch in at_once]
     sends.wait()
     return [groups.from_last_stage(result) for result in results]
+
+
+def _link(groups: ParallelGroups, source: int, to: int) -> dist.ProcessGroup | None:
+    """Returns the group for messages between two pipeline ranks.
+
+    From the last rank back to the first it is another one, because NCCL runs the messages of two ranks in one
+    group in the order in which they are posted.
+    """
+    return groups.group("pipe") if to > source else groups.embedding

@@ -1,8 +1,9 @@
-"""Assigns layers to pipeline stages (`pipe_partition_method`, `pipeline_layers`)."""
+"""Assigns layers to pipeline stages (`pipe_partition_method`, `pipeline_layers`), and stages to ranks."""
 
 import math
 import re
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from megatron.model.layer_products import forward_products
 from megatron.model.specs import LayerSpec
@@ -17,6 +18,36 @@ _NEOX_CLASSES = {
     "head": "parallellinearpipe",
     "score": "parallellinearpipe",
 }
+
+
+class StagePlacement(NamedTuple):
+    """Which pipeline rank holds which stages of the model.
+
+    ranks: number of pipeline ranks. chunks: stages of each rank (virtual stages). The stages go round the
+    ranks `chunks` times.
+    """
+
+    ranks: int
+    chunks: int
+
+    @staticmethod
+    def of(args: ModelArgs, ranks: int) -> "StagePlacement":
+        """Returns the placement for a configuration on `ranks` pipeline ranks."""
+        return StagePlacement(ranks, args.stages_per_rank if ranks > 1 else 1)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the model."""
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """Returns the pipeline rank that holds a stage."""
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Returns the stages of a pipeline rank, in the order of the model. The index of a stage in this list
+        is its chunk in `Stage.chunks`."""
+        return list(range(rank, self.stages, self.ranks))
 
 
 def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[float]:
@@ -58,7 +89,7 @@ def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]
     if args.pipeline_layers is not None and stages > 1:
         if len(args.pipeline_layers) != stages:
             key, value = "pipeline_layers", list(args.pipeline_layers)
-            raise args.error(key, f"{value} are {len(value)} stages, not {stages} (pipe_parallel_size); change one")
+            raise args.error(key, f"{value} are {len(value)} stages, not {stages}; change one")
         ends = list(accumulate(args.pipeline_layers, initial=1))  # the embedding comes first
         return [specs[start:stop] for start, stop in pairwise([0, *ends[1:-1], len(specs)])]
     weight = [0, *accumulate(_layer_weights(args, specs))]

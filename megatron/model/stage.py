@@ -1,7 +1,7 @@
-"""A pipeline stage: a contiguous part of the decoder's layers, and how a micro-batch runs through it."""
+"""The layers of one pipeline rank, and how a micro-batch runs through them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
 from megatron.model.mamba import ScanKernels, StateInputs, choose_scans, state_inputs
 from megatron.model.moe import Balance, MoE, RoutingSums
-from megatron.model.pipeline_partition import partition_layers
+from megatron.model.pipeline_partition import StagePlacement, partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
 from megatron.model.specs import (
     AttentionSpec,
@@ -86,10 +86,12 @@ class InferenceContext:
 
 
 class Stage(nn.Module):
-    """The layers of one pipeline stage; without pipeline parallelism, the full decoder.
+    """The layers of one pipeline rank: of one stage, or of several with virtual stages.
 
+    Each stage is a chunk: consecutive layers. Without pipeline parallelism one chunk is the full decoder.
     Parameters are named `layers.<NeoX index>.<NeoX name>`. They are on the meta device until `materialize`.
 
+    chunks: the layers of each of this rank's stages, in the order of the model. specs: all of them.
     run_blocks: runs the blocks that need gradients. It calls a function of (x, first block, end block) for
         consecutive ranges of blocks; `training.recompute` sets one that saves fewer activations.
     compiled: whether the blocks are compiled.
@@ -108,7 +110,7 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        specs: tuple[LayerSpec, ...],
+        chunks: tuple[tuple[LayerSpec, ...], ...],
         groups: ParallelGroups,
         backends: Mapping[str, AttentionBackends],
         scans: ScanKernels,
@@ -117,8 +119,8 @@ class Stage(nn.Module):
         lowest_trained: int = 0,
     ) -> None:
         super().__init__()
-        self.specs = specs
-        self.blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
+        self.chunks, self.specs = chunks, tuple(spec for chunk in chunks for spec in chunk)
+        self.blocks = [spec for spec in self.specs if isinstance(spec, BlockSpec)]
         self.device_of_groups = groups.device
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
         self.lowest_trained, self.backends, self.scans = lowest_trained, backends, scans
@@ -132,7 +134,7 @@ class Stage(nn.Module):
         self.layers = nn.ModuleDict()
         # `materialize` allocates memory later, one layer after another, in the dtype of the run.
         unallocated = replace(groups, device=torch.device("meta"))
-        for spec in specs:
+        for spec in self.specs:
             self.layers[str(spec.index)] = self._build(spec, unallocated, sequence_parallel)
         self._share_relative_biases(unallocated)
         adapters = [module.adapters for module in self.modules() if isinstance(module, Linear)]
@@ -269,9 +271,14 @@ class Stage(nn.Module):
     # -- forward ---------------------------------------------------------------------------------------------
 
     def _run_blocks(
-        self, x: Tensor, inputs: Mapping[int, AttentionInputs | StateInputs], batch: Batch, cache: KVCache | None
+        self,
+        specs: Sequence[BlockSpec],
+        x: Tensor,
+        inputs: Mapping[int, AttentionInputs | StateInputs],
+        batch: Batch,
+        cache: KVCache | None,
     ) -> Ran:
-        specs, dropping = self.blocks, self.training and self.drops
+        dropping = self.training and self.drops
         # Padding must not use up the capacity of experts.
         token_mask = (
             batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
@@ -297,54 +304,58 @@ class Stage(nn.Module):
         hidden: HiddenStates | None,
         batch: Batch,
         finish: Callable[[HeadInput], Tensor] = HeadInput.logits,
+        chunk: int = 0,
         context: InferenceContext | None = None,
     ) -> HiddenStates | Tensor:
-        """Runs one micro-batch through this stage. Returns `HiddenStates`, or on the last stage the result of
+        """Runs one micro-batch through one chunk. Returns `HiddenStates`, or on the last stage the result of
         `finish`.
 
         hidden: the output of the previous stage; None on the first stage.
         finish: called with the last stage's `HeadInput` within the forward pass, because with ZeRO 3 the
             weights are available only there. By default it returns the logits `[seq, batch, vocab/T]`.
+        chunk: index of the chunk in `chunks`.
         context: inputs of a forward pass without gradients. With a cache or padded rows, the batch must have
             no document boundaries.
         """
-        inference = context or InferenceContext()
+        inference, specs = context or InferenceContext(), self.chunks[chunk]
+        blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
         assert batch.documents is None or (inference.cache is None and inference.last_tokens is None)
         positions, starts = batch.positions, None if batch.documents is None else batch.documents.cu_seqlens
         if positions is None:
             seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
             positions = seq.unsqueeze(0).expand_as(batch.tokens)
-        if self.specs[0].kind == "embedding":
+        if specs[0].kind == "embedding":
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
                 x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), starts)
         else:
             assert hidden is not None, "a pipeline stage after the first needs the previous stage's hidden states"
             x = hidden.hidden_states
-            if self.specs[0].index <= self.lowest_trained:
+            if specs[0].index <= self.lowest_trained:
                 x = x.detach()  # the pipeline's input requires a gradient, but no layer below here is trained
         inputs_by_spec: dict[object, AttentionInputs] = {}
-        for layer, spec in self.attention.items():
-            if spec.inputs not in inputs_by_spec:
-                inputs_by_spec[spec.inputs] = self.attention_inputs(layer, batch, positions, inference)
-        inputs: dict[int, AttentionInputs | StateInputs]
-        inputs = {layer: inputs_by_spec[spec.inputs] for layer, spec in self.attention.items()}
-        if self.state_blocks:
+        inputs: dict[int, AttentionInputs | StateInputs] = {}
+        attention = self.attention
+        for layer, mixer in ((spec.index, attention[spec.index]) for spec in blocks if spec.index in attention):
+            if mixer.inputs not in inputs_by_spec:
+                inputs_by_spec[mixer.inputs] = self.attention_inputs(layer, batch, positions, inference)
+            inputs[layer] = inputs_by_spec[mixer.inputs]
+        if state_blocks := [spec for spec in self.state_blocks if spec in blocks]:
             shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
             assert inference.branch_ids is None and not shares_prefixes, (
                 "Mamba blocks support no trees or shared prefixes"
             )
             states = state_inputs(batch, inference.last_tokens, inference.cache is not None)
-            inputs |= {spec.index: states for spec in self.state_blocks}
-        x, routed = self._run_blocks(x, inputs, batch, inference.cache)
+            inputs |= {spec.index: states for spec in state_blocks}
+        x, routed = self._run_blocks(blocks, x, inputs, batch, inference.cache)
         if self.balance is not None and self.training:
-            x = self.balance.attach(x, routed)
-        if self.specs[-1].kind not in ("head", "score"):
+            x = self.balance.attach(x, routed, [spec.index for spec in blocks])
+        if specs[-1].kind not in ("head", "score"):
             return HiddenStates(x)
         if inference.logit_positions is not None:
             seq_length = batch.tokens.shape[1]
             rows, columns = inference.logit_positions // seq_length, inference.logit_positions % seq_length
             x = x[columns, rows].unsqueeze(1)
-        norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
+        norm, head = (self.layers[str(spec.index)] for spec in specs[-2:])
         enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
         return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
 
@@ -364,9 +375,11 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     with_states = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
     backends = choose_backends(args, groups.device, attention, log) if attention else {}
     scans = choose_scans(args, groups.device, with_states, log) if with_states else ScanKernels()
-    specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
+    placement = StagePlacement.of(args, groups.size("pipe"))
+    stages = partition_layers(args, placement.stages)
+    chunks = tuple(stages[number] for number in placement.stages_of(groups.rank("pipe")))
     stage = Stage(
-        specs, groups, backends, scans, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
+        chunks, groups, backends, scans, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
     )  # fmt: skip
     if any(args.has_experts(block) for block in range(args.num_layers)):
         feeds = {spec.index: getattr(stage.layers[str(spec.index)], "mlp", None) for spec in stage.blocks}

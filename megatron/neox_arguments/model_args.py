@@ -33,8 +33,15 @@ class ModelArgs(
 
     @property
     def pp(self) -> int:
-        """The number of pipeline stages, at least 1."""
+        """The number of pipeline ranks, at least 1."""
         return max(1, self.pipe_parallel_size)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of pipeline stages that each pipeline rank holds, at least 1."""
+        if self.pp == 1 or self.pipeline_schedule == "1f1b":
+            return 1
+        return self.virtual_pipeline_stages or 2
 
     @property
     def tp(self) -> int:

@@ -33,7 +33,7 @@ def test_layers_allocate_what_they_declare(name: str) -> None:
     """In any number of ranks, and without memory where they are built on the meta device."""
     args = small(**MODELS[name])
     declared = {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
-    stage = Stage(layer_specs(args), ParallelGroups.single("meta"), {}, ScanKernels())
+    stage = Stage((layer_specs(args),), ParallelGroups.single("meta"), {}, ScanKernels())
     allocated = {(layer, name): param for layer, name, param in stage_parameters(stage, copies=True)}
     assert allocated.keys() == declared.keys()
     assert all(allocated[key].is_meta and allocated[key].shape == declared[key].shape for key in allocated)

@@ -161,7 +161,7 @@ class _Step:
         view = cache.with_rows(slots, table, states=states, room={})
         batch = Batch(tokens, labels=tokens, loss_weights=tokens, positions=positions)
         context = InferenceContext(cache=view, last_tokens=self.last, logit_positions=self.logit_positions)
-        logits = model.stage(None, batch, HeadInput.logits, context)
+        logits = model.stage(None, batch, HeadInput.logits, context=context)
         assert isinstance(logits, Tensor)
         return logits
 

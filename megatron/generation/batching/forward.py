@@ -81,23 +81,34 @@ class RowOutput:
     targets: Sequence[Logprob] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class _ForwardBatch(Batch):
+    """The batch of a forward pass. forward: the pass, always set."""
+
+    forward: Forward | None = None
+
+
+def _forward_of(batch: Batch) -> Forward:
+    assert isinstance(batch, _ForwardBatch) and batch.forward is not None
+    return batch.forward
+
+
 def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutput]]:
     """Runs forward passes, pipelined over the stages, and returns for each one the outputs of its rows.
 
     It also updates the sampler of each forward pass with the chosen tokens. All ranks of the model call this
     function together and get equal results.
     """
-    current = forwards[0]
 
     def batches() -> Iterator[Batch]:
-        nonlocal current
-        for current in (forward for forward in forwards if forward.captured is None):
-            tokens = current.tokens
-            yield Batch(tokens, labels=tokens, loss_weights=tokens, positions=current.positions)
+        for forward in (forward for forward in forwards if forward.captured is None):
+            tokens = forward.tokens
+            yield _ForwardBatch(tokens, tokens, tokens, positions=forward.positions, forward=forward)
 
     def stage(
-        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
+        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor], chunk: int
     ) -> HiddenStates | Tensor:
+        current = _forward_of(batch)
         if model.adapter_rows is not None:
             model.adapter_rows.rows = current.adapters
         rows = torch.arange(len(current.last), device=current.last.device)
@@ -106,16 +117,16 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
         context = InferenceContext(
             cache=current.cache, last_tokens=current.last, logit_positions=read_positions, text_lengths=lengths
         )
-        return model.stage(hidden, batch, finish, context)
+        return model.stage(hidden, batch, finish, chunk, context)
 
     run = forward_only(
         stage,
         batches(),
         model.args,
         model.groups,
-        lambda head, _: _read(model, current, head.logits()),
+        lambda head, batch: _read(model, _forward_of(batch), head.logits()),
         dtype=model.dtype,
-        shape=lambda _: (len(current.tokens), current.width),
+        shape=lambda batch: (len(batch.tokens), _forward_of(batch).width),
     )
     waiting = iter(run)
     with torch.no_grad():

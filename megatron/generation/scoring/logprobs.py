@@ -281,13 +281,13 @@ def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
     """
 
     def stage(
-        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
+        hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor], chunk: int
     ) -> HiddenStates | Tensor:
         assert isinstance(batch, _Batch)
         context = InferenceContext(
             last_tokens=batch.last, branch_ids=batch.branches, logit_positions=batch.logit_positions
         )
-        return model.stage(hidden, batch, finish, context)
+        return model.stage(hidden, batch, finish, chunk, context)
 
     return forward_only(
         stage, batches, model.args, model.groups, partial(_read, model), dtype=model.dtype, shape=_shape

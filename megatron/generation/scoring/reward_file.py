@@ -88,7 +88,9 @@ def reward_model_args(
         raise CheckpointError(
             f"{name}: is a language model, which gives no scores; name a reward model (trained with train_impl: rm)"
         )
-    return args.replace(model_parallel_size=tensor, pipe_parallel_size=pipe, pipeline_layers=None)
+    return args.replace(
+        model_parallel_size=tensor, pipe_parallel_size=pipe, pipeline_layers=None, pipeline_schedule="1f1b"
+    )
 
 
 def load_reward_model(args: NeoXArgs, process: Process, logger: logging.Logger) -> Model:

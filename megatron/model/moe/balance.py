@@ -70,8 +70,7 @@ class Balance:
         self._aux, self._z = args.moe_aux_loss_coeff, args.moe_z_loss_coeff
         self._rate, self._experts = args.moe_router_bias_update_rate, args.moe_num_experts
         self.layers = [i + 2 for i in range(args.num_layers) if args.has_experts(i)]
-        first_row = self.layers.index(next(iter(routers))) if routers else 0
-        self._rows = slice(first_row, first_row + len(routers))  # a stage's blocks are consecutive
+        self._rows = torch.tensor([self.layers.index(layer) for layer in routers], device=device, dtype=torch.long)
         # For each block with experts: number of tokens of each expert, number of tokens, sum of entropies.
         self._sums = torch.zeros(len(self.layers), self._experts + 2, device=device)
         self._losses = torch.zeros(3, device=device)  # load-balancing loss, z-loss, and dropped choices
@@ -111,58 +110,61 @@ class Balance:
             yield
         finally:
             self._counting = False
-        tokens_by_expert = groups.sum(self._sums[self._rows].clone(), "data")
+        tokens_by_expert = groups.sum(self._sums.clone(), "data")
         self._step_counts = tokens_by_expert[:, : self._experts], tokens_by_expert[:, self._experts].clamp(min=1.0)
         self._sums.zero_()
 
-    def attach(self, x: Tensor, sums: Sequence[RoutingSums]) -> Tensor:
+    def attach(self, x: Tensor, sums: Sequence[RoutingSums], layers: Sequence[int]) -> Tensor:
         """Returns hidden states `x`. Their backward pass also runs the backward pass of the load-balancing
         losses.
 
-        sums: the `RoutingSums` of each router of the stage, for one micro-batch.
+        sums: the `RoutingSums` of each router in blocks that have just run, for one micro-batch. layers: NeoX
+            indices of these blocks.
         """
         if not sums or not (torch.is_grad_enabled() or self._counting):
             return x
-        self._count(sums)
+        first_row = next(self.layers.index(layer) for layer in layers if layer in self._routers)
+        rows = slice(first_row, first_row + len(sums))  # the blocks that have run are consecutive
+        self._count(sums, rows)
         if self._counting:
             return x
         stacked = RoutingSums(*(torch.stack(parts) for parts in zip(*sums, strict=True)))
-        aux = joint_balancing_loss(sums) if self._scope == "transformers" else self._aux_loss(stacked)
-        z = self._z_loss(stacked)
+        aux = joint_balancing_loss(sums) if self._scope == "transformers" else self._aux_loss(stacked, rows)
+        z = self._z_loss(stacked, rows)
         with torch.no_grad():
             self._losses += torch.stack([aux, z, stacked.dropped.sum()])
         loss = self._aux * aux + self._z * z
         return _Attach.apply(x, loss, self._scale) if loss.requires_grad and x.requires_grad else x
 
-    def _aux_loss(self, sums: RoutingSums) -> Tensor:
+    def _aux_loss(self, sums: RoutingSums, rows: slice) -> Tensor:
         """Returns a micro-batch's load-balancing loss. The step's loss is the mean over its micro-batches.
 
-        sums: of all routers of the stage, stacked along a new first dimension.
+        sums: of several routers, stacked along a new first dimension. rows: of these routers in `_sums`.
         """
         chosen, scores, tokens = sums.chosen, sums.scores, sums.tokens
         if self._scope == "sequence":
             return balancing_loss(chosen, scores, tokens.clamp(min=1.0), self._top_k).mean(1).sum()
         if self._step_counts is not None:
-            all_chosen, all_tokens = self._step_counts
+            all_chosen, all_tokens = (counts[rows] for counts in self._step_counts)
             return self._micro_batches * balancing_loss(all_chosen, scores.sum(1), all_tokens, self._top_k).sum()
         return balancing_loss(chosen.sum(1), scores.sum(1), tokens.sum(1).clamp(min=1.0), self._top_k).sum()
 
-    def _z_loss(self, sums: RoutingSums) -> Tensor:
+    def _z_loss(self, sums: RoutingSums, rows: slice) -> Tensor:
         """Returns a micro-batch's z-loss, averaged over the same tokens as the load-balancing loss."""
         z, tokens = sums.z, sums.tokens
         if self._scope == "sequence":
             return (z / tokens.clamp(min=1.0)).mean(1).sum()
         if self._step_counts is not None:
-            return self._micro_batches * (z.sum(1) / self._step_counts[1]).sum()
+            return self._micro_batches * (z.sum(1) / self._step_counts[1][rows]).sum()
         return (z.sum(1) / tokens.sum(1).clamp(min=1.0)).sum()
 
     @torch.no_grad()
-    def _count(self, sums: Sequence[RoutingSums]) -> None:
-        rows = [
+    def _count(self, sums: Sequence[RoutingSums], rows: slice) -> None:
+        counts = [
             torch.cat([layer_sums.chosen.sum(0), torch.stack([layer_sums.tokens.sum(), layer_sums.entropy.sum()])])
             for layer_sums in sums
         ]
-        self._sums[self._rows] += torch.stack(rows)
+        self._sums[rows] += torch.stack(counts)
 
     @torch.no_grad()
     def end(self, groups: ParallelGroups, left_out: Tensor) -> RoutingCounts:

@@ -82,8 +82,16 @@ class ParallelKeys:
     )
     pipeline_layers: tuple[int, ...] | None = new_key(
         None,
-        "Blocks of each pipeline stage, in order; overrides pipe_partition_method. The first or the last may be 0, "
+        "Blocks of each pipeline stage, in order, virtual stages too; overrides pipe_partition_method. The first or the last may be 0, "
         "for a stage of the embedding or the output layer alone (engine native)",
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved"] = new_key(
+        "1f1b",
+        "Order of forward and backward passes over pipeline stages. interleaved: each rank holds several stages, so "
+        "ranks wait less and send more (engine native). `deepy.py train.py a.yml --print-schedule` shows it",
+    )
+    virtual_pipeline_stages: int | None = new_key(
+        None, "Stages of each pipeline rank. None: 2 with `pipeline_schedule: interleaved`, else 1", ge=1
     )
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
     async_tensor_parallel: Literal["auto"] | bool = new_key(

@@ -62,10 +62,7 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
             "train_micro_batch_size_per_gpu",
             "is required for training (or set train_batch_size, with or without gradient_accumulation_steps)",
         )
-    if args.pipeline_layers is not None and len(args.pipeline_layers) != args.pp:
-        stages = f"pipe_parallel_size {args.cite('pipe_parallel_size')}"
-        blocks = list(args.pipeline_layers)
-        problems.add("pipeline_layers", f"{blocks} are {len(blocks)} stages, not {stages}; change one")
+    _schedule(args, problems)
     if args.adapter:
         problems.add(
             "adapter",
@@ -83,6 +80,26 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
     _fp8(args, problems)
     validate_hub(args, problems)
     return problems
+
+
+def _schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Checks that the keys of the pipeline fit each other."""
+    ranks = f"pipe_parallel_size {args.cite('pipe_parallel_size')}"
+    if args.pp == 1 and args.pipeline_schedule != "1f1b":
+        text = f"{args.pipeline_schedule} needs several pipeline ranks, not {ranks}; change one"
+        problems.add("pipeline_schedule", text)
+    key, number = "virtual_pipeline_stages", args.virtual_pipeline_stages
+    schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
+    if args.pipeline_schedule == "interleaved" and number == 1:
+        problems.add(key, f"1: {schedule} needs 2 or more; raise it, or write pipeline_schedule: 1f1b")
+    if args.pipeline_schedule == "1f1b" and number is not None and number > 1:
+        problems.add(key, f"{number}: {schedule} has one stage on each rank; write pipeline_schedule: interleaved")
+    stages = args.pp * args.stages_per_rank
+    if args.pipeline_layers is not None and len(args.pipeline_layers) != stages:
+        blocks = list(args.pipeline_layers)
+        of_ranks = f" times virtual_pipeline_stages {args.stages_per_rank}" * (args.stages_per_rank > 1)
+        text = f"{blocks} are {len(blocks)} stages, not the {stages} of {ranks}{of_ranks}; change one"
+        problems.add("pipeline_layers", text)
 
 
 def _remote_data(args: ResolvedArgs, problems: ErrorCollector) -> None:

@@ -221,10 +221,11 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )
     if args.pipeline_layers is not None:
         _blocks_of_stages(args, args.pipeline_layers, problems)
-    elif args.pp > args.num_layers:
+    elif (stages := args.pp * args.stages_per_rank) > args.num_layers:
+        of_ranks = f" (virtual_pipeline_stages: {args.stages_per_rank} for each rank)" * (args.stages_per_rank > 1)
         problems.add(
             "pipe_parallel_size",
-            f"{args.pp} stages are more than num_layers {args.cite('num_layers')}; use fewer",
+            f"{stages} stages{of_ranks} are more than num_layers {args.cite('num_layers')}; use fewer",
         )
     if args.sequence_parallel and args.seq_length % tp:
         problems.add(

@@ -106,6 +106,9 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
         key, stage = "pipe_parallel_size", f"zero_optimization.stage {args.zero_stage}"
         place = f"{args.origin(key)}: {key} {args.pp}"
         yield f"{place}: DeepSpeed runs pipelines with ZeRO 0 and 1, not {stage}; write engine: native, or lower it"
+    if args.pipeline_schedule != "1f1b":
+        place = f"{args.origin('pipeline_schedule')}: pipeline_schedule {args.pipeline_schedule}"
+        yield f"{place}: DeepSpeed runs pipelines in the order of 1F1B only; write engine: native, or 1f1b"
     if args.pipeline_layers is not None and 0 in args.pipeline_layers:
         place = f"{args.origin('pipeline_layers')}: pipeline_layers {list(args.pipeline_layers)}"
         yield f"{place}: stages without a block run on the native engine only; write engine: native"

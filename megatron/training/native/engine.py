@@ -19,6 +19,7 @@ from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, State
 from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.limits import idle_keys, layout_problems, limits, native_only_feature
 from megatron.training.native.pipeline import Pipeline
+from megatron.training.native.pipeline_schedule import schedule_problems
 from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
 from megatron.training.optimizers import state_tensors
@@ -60,7 +61,7 @@ class NativeEngine(Engine):
         if feature is not None:
             fix = f"remove it, or change {feature}, which DeepSpeed does not support"
         problems = [f"{args.origin(limit.key)}: {limit.key} {limit.reason}; {fix}" for limit in limits(args)]
-        problems += layout_problems(args)
+        problems += [*layout_problems(args), *schedule_problems(args)]
         if problems:
             raise ConfigError(problems)
 

@@ -63,6 +63,8 @@ def native_only_feature(args: NeoXArgs) -> str | None:
     if args.pp > 1 and args.zero_stage > 1:
         stage = f"zero_optimization.stage {args.zero_stage}"
         return f"pipe_parallel_size ({args.origin('pipe_parallel_size')}) {args.pp} with {stage}"
+    if args.pipeline_schedule != "1f1b":
+        return f"pipeline_schedule ({args.origin('pipeline_schedule')}) {args.pipeline_schedule}"
     if args.pipeline_layers is not None and 0 in args.pipeline_layers:
         return f"pipeline_layers ({args.origin('pipeline_layers')}) with a stage without blocks"
     return None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,19 +17,17 @@ import yaml
 
 import deepy
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
-from megatron.training.native.pipeline_schedule import (
-    Action,
-    draw_schedule,
-    one_forward_one_backward,
-    schedule_lines,
-    timeline,
-)
+from megatron.model.pipeline_partition import StagePlacement
+from megatron.training.native.pipeline_schedule import Action, action_tables
+from megatron.training.native.schedule_report import draw_schedule, schedule_lines, timeline
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.runs import NEOX, RPE, begin_each, config
 
 PASS_COST = {"forward": 1, "backward": 2}  # a backward has two products for each of a forward
+INTERLEAVED: dict[str, Any] = {"pipeline_schedule": "interleaved", "num_layers": 8}
 
 
 class Executed(NamedTuple):
@@ -74,7 +73,8 @@ def executed(rank: int, world_size: int, configs: Sequence[Mapping[str, Any]]) -
         ):
             training.engine.train_step(step, 1e-3)
         pipeline = training.engine._pipeline  # type: ignore[attr-defined]
-        parts = (pipeline._inputs, pipeline._outputs, pipeline._receiving, pipeline._links._sends)
+        coming = [action for actions in pipeline._coming.values() for action in actions]
+        parts = (pipeline._inputs, pipeline._outputs, pipeline._received, coming, pipeline._links._sends)
         runs.append(Executed(actions, messages, highest, sum(map(len, parts))))
     return runs
 
@@ -84,25 +84,26 @@ def _method(noted: Any, run: Any) -> Any:
     return lambda self, *args: noted(run, self, *args)
 
 
-def idle_share(actions_of_stages: Sequence[Sequence[Action]], cost: Mapping[str, int] = PASS_COST) -> Fraction:
-    """The idle share of all stages' time. Each action begins when its stage and its input are ready."""
-    stages = len(actions_of_stages)
-    ends: dict[tuple[int, Action], int] = {}
-    clocks, todo = [0] * stages, [list(actions) for actions in actions_of_stages]
+def idle_share(actions_of_ranks: Sequence[Sequence[Action]], cost: Mapping[str, int] = PASS_COST) -> Fraction:
+    """The idle share of all ranks' time. Each action begins when its rank and its input are ready."""
+    last_stage = max(action.stage for actions in actions_of_ranks for action in actions)
+    ends: dict[tuple[str, int, int], int] = {}
+    clocks, todo = [0] * len(actions_of_ranks), [list(actions) for actions in actions_of_ranks]
     while any(todo):
         progress = False
-        for stage, actions in enumerate(todo):
+        for rank, actions in enumerate(todo):
             while actions:
-                source = stage + (-1 if actions[0].kind == "forward" else 1)
-                if 0 <= source < stages and (source, actions[0]) not in ends:
+                kind, stage, micro_batch = actions[0]
+                neighbour = stage + (-1 if kind == "forward" else 1)
+                if 0 <= neighbour <= last_stage and (kind, neighbour, micro_batch) not in ends:
                     break
-                begin = max(clocks[stage], ends.get((source, actions[0]), 0))
-                clocks[stage] = ends[stage, actions[0]] = begin + cost[actions[0].kind]
+                begin = max(clocks[rank], ends.get((kind, neighbour, micro_batch), 0))
+                clocks[rank] = ends[kind, stage, micro_batch] = begin + cost[kind]
                 actions.pop(0)
                 progress = True
-        assert progress, "the stages wait for each other"
-    busy = sum(cost[action.kind] for actions in actions_of_stages for action in actions)
-    return 1 - Fraction(busy, stages * max(clocks))
+        assert progress, "the ranks wait for each other"
+    busy = sum(cost[action.kind] for actions in actions_of_ranks for action in actions)
+    return 1 - Fraction(busy, len(actions_of_ranks) * max(clocks))
 
 
 def pipeline_config(stages: int, micro_batches: int, **overrides: Any) -> dict[str, Any]:
@@ -114,10 +115,10 @@ def pipeline_config(stages: int, micro_batches: int, **overrides: Any) -> dict[s
 @pytest.fixture(scope="module")
 def four_stages() -> list[list[Executed]]:
     """By rank: eight micro-batches; two; two with all but the last two blocks frozen; two with the embedding
-    alone."""
+    alone; eight, interleaved."""
     frozen, no_blocks = {"trainable": {"last_layers": 2}}, {"pipeline_layers": [0, 2, 1, 1]}
     runs = [pipeline_config(4, 8), *(pipeline_config(4, 2, **keys) for keys in ({}, frozen, no_blocks))]
-    return run_ranks(executed, 4, runs)
+    return run_ranks(executed, 4, [*runs, pipeline_config(4, 8, **INTERLEAVED)])
 
 
 def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages: list[list[Executed]]) -> None:
@@ -126,7 +127,30 @@ def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages
     print(f"1F1B, 4 stages, 8 micro-batches: idle {float(idle_share(actions)):.1%}")
     assert [rank[0].highest for rank in four_stages] == [4, 3, 2, 1], "a stage holds one micro-batch per later stage"
     for rank in four_stages:
-        assert Counter(rank[0].actions) == Counter(Action(k, i) for k in ("forward", "backward") for i in range(8))
+        assert Counter((kind, i) for kind, _, i in rank[0].actions) == Counter(product(PASS_COST, range(8)))
+
+
+def test_interleaved_it_is_idle_for_16_percent(four_stages: list[list[Executed]]) -> None:
+    actions = [rank[4].actions for rank in four_stages]
+    assert idle_share(actions) == Fraction(3, 19)
+    print(f"interleaved, 4 ranks with 2 stages each, 8 micro-batches: idle {float(idle_share(actions)):.1%}")
+    assert [rank[4].left for rank in four_stages] == [0, 0, 0, 0]
+    for rank, runs in enumerate(four_stages):
+        expected = [Action(*a) for a in product(PASS_COST, (rank, rank + 4), range(8))]  # type: ignore[arg-type]
+        assert Counter(runs[4].actions) == Counter(expected), "every rank has stages `rank` and `rank + 4`"
+
+
+def test_interleaved_messages_go_round_all_ranks(four_stages: list[list[Executed]]) -> None:
+    """Seven boundaries between eight stages: each neighbour is met twice, but the last rank meets the first
+    once."""
+    for rank, runs in enumerate(four_stages):
+        boundaries = [(stage, stage + 1) for stage in range(7)]
+        met = Counter(
+            (lower if upper % 4 == rank else upper) % 4 for lower, upper in boundaries if rank in (lower % 4, upper % 4)
+        )
+        assert sorted(met.values()) == ([1, 2] if rank in (0, 3) else [2, 2])
+        expected = {(kind, other): 8 * times for kind in ("send", "receive") for other, times in met.items()}
+        assert runs[4].messages == expected, rank
 
 
 def test_each_boundary_carries_every_micro_batch_once_each_way(four_stages: list[list[Executed]]) -> None:
@@ -175,11 +199,31 @@ def test_copies_stay_equal_and_nothing_grows() -> None:
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 2), (4, 4), (5, 12)])
 def test_the_order_of_1f1b(stages: int, micro_batches: int) -> None:
-    actions = [one_forward_one_backward(stage, stages, micro_batches) for stage in range(stages)]
+    args = NeoXArgs.from_dict(pipeline_config(stages, micro_batches, num_layers=5))
+    actions = action_tables(args, placement := StagePlacement.of(args, stages), micro_batches)
     assert idle_share(actions) == Fraction(stages - 1, micro_batches + stages - 1)
-    assert timeline(stages, micro_batches).idle == pytest.approx(float(idle_share(actions)))
-    turns = [Action(kind, i) for i in range(micro_batches) for kind in ("forward", "backward")]  # type: ignore[arg-type]
-    assert actions[-1] == turns
+    assert timeline(actions, placement).idle == pytest.approx(float(idle_share(actions)))
+    assert [(kind, i) for kind, _, i in actions[-1]] == [(k, i) for i in range(micro_batches) for k in PASS_COST]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 1), (2, 3, 4), (4, 2, 8), (3, 4, 8), (4, 2, 10)])
+def test_the_order_of_interleaved_1f1b(ranks: int, chunks: int, micro_batches: int) -> None:
+    keys = {**INTERLEAVED, "virtual_pipeline_stages": chunks, "num_layers": 12}
+    args = NeoXArgs.from_dict(pipeline_config(ranks, micro_batches, **keys))
+    actions = action_tables(args, placement := StagePlacement.of(args, ranks), micro_batches)
+    if micro_batches % ranks == 0:
+        assert idle_share(actions) == Fraction(ranks - 1, chunks * micro_batches + ranks - 1)
+    assert timeline(actions, placement).idle == pytest.approx(float(idle_share(actions)))
+    done = Counter(action for table in actions for action in table)
+    assert done == Counter(Action(*a) for a in product(PASS_COST, range(ranks * chunks), range(micro_batches)))  # type: ignore[arg-type]
+
+
+def test_rounds_of_other_lengths_are_refused() -> None:
+    args = NeoXArgs.from_dict(pipeline_config(4, 9, **INTERLEAVED))
+    with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .*gradient_accumulation_steps to 8.* 4"):
+        action_tables(args, StagePlacement.of(args, 4), 9)
+    with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .*gradient_accumulation_steps to 8"):
+        NativeEngine.check(args.for_world(4))
 
 
 def test_a_schedule_as_text_and_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,8 +236,19 @@ def test_a_schedule_as_text_and_as_a_picture(tmp_path: Path, capsys: pytest.Capt
     cells = [row.split("holds")[0].split()[2:] for row in rows]
     assert cells[0] == "F0 F1 .. .. B0 -- F2 B1 -- .. B2 --".split()
     assert cells[1] == ".. F0 B0 -- F1 B1 -- F2 B2 -- .. ..".split()
-    assert [row.split()[-1] for row in rows] == ["2", "1"]
+    assert [row.split()[-2] for row in rows] == ["2", "1"]
     assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+def test_an_interleaved_schedule_as_text_and_as_a_picture(tmp_path: Path) -> None:
+    args = NeoXArgs.from_dict(pipeline_config(2, 2, **INTERLEAVED))
+    first_line, *rows = schedule_lines(args)
+    assert re.search("4 stages on 2 ranks, 2 micro-batches.*20.0%", first_line), "3 of 15 units"
+    cells = [row.split("holds")[0].split()[2:] for row in rows]
+    assert cells[1] == "... F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- ... ...".split()
+    assert [re.search(r"(\d+) forwards", row)[1] for row in rows] == ["4", "3"]  # type: ignore[index]
+    draw_schedule(args, tmp_path / "step.svg")
+    assert "F" not in (picture := (tmp_path / "step.svg").read_text()) or "1b" in picture
 
 
 def test_a_schedule_needs_the_number_of_micro_batches() -> None:

@@ -1,0 +1,132 @@
+"""Shows a pipeline schedule as text and as a picture: who does what when (`--print-schedule`)."""
+
+from itertools import accumulate
+from pathlib import Path
+from string import ascii_lowercase
+from typing import NamedTuple
+
+from megatron.model.pipeline_partition import StagePlacement
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.native.pipeline_schedule import Action, action_tables
+
+# In units of time: a backward has two matrix products for each of the forward.
+_DURATION = {"forward": 1, "backward": 2}
+
+
+class Timeline(NamedTuple):
+    """A step over all pipeline ranks, if messages take no time.
+
+    begins: for each rank, its actions with the unit of time at which each begins.
+    length: of the step, in units of time: 1 for a forward of a stage, 2 for a backward.
+    idle: share of all ranks' time in which they wait.
+    held: for each rank, the most forwards whose activations it holds at a time.
+    """
+
+    begins: list[list[tuple[int, Action]]]
+    length: int
+    idle: float
+    held: list[int]
+
+
+def timeline(tables: list[list[Action]], placement: StagePlacement) -> Timeline:
+    """Returns when each rank runs each action of its table, as soon as it and its input are ready."""
+    todo = [list(table) for table in tables]
+    begins: list[list[tuple[int, Action]]] = [[] for _ in todo]
+    ends: dict[Action, int] = {}
+    clocks = [0] * len(todo)
+    while any(todo):
+        for rank, actions in enumerate(todo):
+            while actions:
+                action = actions[0]
+                source = action._replace(stage=action.stage + (-1 if action.kind == "forward" else 1))
+                if 0 <= source.stage < placement.stages and source not in ends:
+                    break  # its input comes later
+                begin = max(clocks[rank], ends.get(source, 0))
+                begins[rank].append((begin, actions.pop(0)))
+                clocks[rank] = ends[action] = begin + _DURATION[action.kind]
+    length = max(clocks)
+    busy = sum(_DURATION[action.kind] for table in tables for action in table)
+    held = [max(accumulate(1 if action.kind == "forward" else -1 for action in table)) for table in tables]
+    return Timeline(begins, length, 1 - busy / (length * len(tables)), held)
+
+
+def schedule_lines(args: NeoXArgs) -> list[str]:
+    """Returns the pipeline schedule of a configuration as text: a line for each rank, with its actions.
+
+    `F3` is the forward of micro-batch 3, `B3 --` its backward; dots are idle time. With virtual stages, `F3a`
+    is of the rank's first stage, `F3b` of its second. Raises ConfigError if the number of micro-batches is
+    not known, or not supported.
+    """
+    placement, step = _step_of(args)
+    micro_batches = args.gradient_accumulation_steps or 1
+    width = len(f"F{micro_batches - 1}") + (placement.chunks > 1)
+    stages = f"{placement.stages} stage{'s' * (placement.stages > 1)}"
+    ranks = f" on {placement.ranks} ranks" * (placement.chunks > 1)
+    lines = [
+        f"{_name(args)}, {stages}{ranks}, {micro_batches} micro-batches a step: idle for {step.idle:.1%} of the time, "
+        "if stages are equal, a backward takes two forwards, and messages take no time"
+    ]
+    for rank, actions in enumerate(step.begins):
+        cells = ["." * width] * step.length
+        for begin, action in actions:
+            cells[begin] = f"{action.kind[0].upper()}{_label(action, placement)}".ljust(width)
+            for i in range(begin + 1, begin + _DURATION[action.kind]):
+                cells[i] = "-" * width
+        holder = "stage" if placement.chunks == 1 else "rank"
+        of_part = f" of one of its {placement.chunks} stages" * (placement.chunks > 1)
+        lines.append(f"{holder} {rank:<3} {' '.join(cells)}  holds activations of {step.held[rank]} forwards{of_part}")
+    return lines
+
+
+def draw_schedule(args: NeoXArgs, path: Path) -> None:
+    """Writes the pipeline schedule of a configuration as a picture, by matplotlib. The suffix of `path` gives
+    the format. Raises ConfigError if it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    placement, step = _step_of(args)
+    figure, axes = pyplot.subplots(figsize=(max(6.0, step.length * 0.35), 1.5 + 0.4 * args.pp), layout="constrained")
+    for kind, color in (("forward", "tab:blue"), ("backward", "tab:orange")):
+        for rank, actions in enumerate(step.begins):
+            for begin, action in actions:
+                if action.kind == kind:
+                    chunk = placement.stages_of(rank).index(action.stage)
+                    shade = 1.0 - 0.6 * chunk / placement.chunks  # later stages are paler
+                    axes.broken_barh(
+                        [(begin, _DURATION[kind])], (rank - 0.4, 0.8), color=color, alpha=shade, edgecolor="white"
+                    )
+                    middle = begin + _DURATION[kind] / 2
+                    axes.text(middle, rank, _label(action, placement), ha="center", va="center", fontsize=7)
+        axes.bar(0, 0, color=color, label=kind)  # for the legend
+    axes.set_yticks(range(args.pp), [f"rank {rank}" for rank in range(args.pp)])
+    axes.set_xlim(0, step.length)
+    axes.invert_yaxis()
+    axes.set_xlabel("time, in forward passes of a stage")
+    axes.set_title(f"{_name(args)}: idle for {step.idle:.1%}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as problem:  # ValueError: a suffix that matplotlib does not know
+        raise ConfigError([f"--schedule-picture {path}: cannot be written ({problem}); name a .png or .svg"]) from None
+    finally:
+        pyplot.close(figure)
+
+
+def _name(args: NeoXArgs) -> str:
+    return "1F1B" if args.stages_per_rank == 1 else f"{args.pipeline_schedule} 1F1B"
+
+
+def _label(action: Action, placement: StagePlacement) -> str:
+    """Returns a micro-batch's number, with a letter for the stage if its rank has several."""
+    letter = ascii_lowercase[action.stage // placement.ranks % 26] if placement.chunks > 1 else ""
+    return f"{action.micro_batch}{letter}"
+
+
+def _step_of(args: NeoXArgs) -> tuple[StagePlacement, Timeline]:
+    if args.gradient_accumulation_steps is None:
+        text = "is not set, so the number of micro-batches is not known; add --set gradient_accumulation_steps=N"
+        raise args.error("gradient_accumulation_steps", text)
+    placement = StagePlacement.of(args, args.pp)
+    return placement, timeline(action_tables(args, placement, args.gradient_accumulation_steps), placement)
