@@ -58,22 +58,25 @@ def forward_only(
     rank, ranks, members = groups.rank("pipe"), groups.size("pipe"), groups.members["pipe"]
     placement = StagePlacement.of(args, ranks)
     results, sends = [], PendingSends(2 * ranks)
+    own: dict[int, HiddenStates] = {}  # hidden states for this rank's next chunk, by place in `at_once`
     todo = iter(batches)
     while at_once := [batch.to(groups.device) for batch in islice(todo, ranks if placement.chunks > 1 else 1)]:
         for chunk, number in enumerate(placement.stages_of(rank)):
-            for batch in at_once:
-                hidden = None
-                if number > 0:
+            source, to = placement.rank_of(number - 1), placement.rank_of(number + 1)
+            for place, batch in enumerate(at_once):
+                hidden = own.pop(place, None)
+                if number > 0 and hidden is None:
                     buffer = hidden_buffer(args, groups, batch, dtype)
-                    source = placement.rank_of(number - 1)
                     dist.recv(buffer, src=members[source], group=_link(groups, source, rank))
                     hidden = HiddenStates(buffer)
                 out = stage(hidden, batch, partial(_read, read, batch), chunk)
-                if isinstance(out, HiddenStates):
-                    sent, to = out.hidden_states.contiguous(), placement.rank_of(number + 1)
-                    sends.add(dist.isend(sent, dst=members[to], group=_link(groups, rank, to)), sent)
-                else:
+                if not isinstance(out, HiddenStates):
                     results.append(out)
+                elif to == rank:
+                    own[place] = out
+                else:
+                    sent = out.hidden_states.contiguous()
+                    sends.add(dist.isend(sent, dst=members[to], group=_link(groups, rank, to)), sent)
         if not groups.is_last_stage:
             results += [torch.empty(shape(batch), dtype=torch.float32, device=groups.device) for batch in at_once]
     sends.wait()
@@ -83,7 +86,7 @@ def forward_only(
 def _link(groups: ParallelGroups, source: int, to: int) -> dist.ProcessGroup | None:
     """Returns the group for messages between two pipeline ranks.
 
-    From the last rank back to the first it is another one, because NCCL runs the messages of two ranks in one
+    From the last rank round to the first it is another one, because NCCL runs the messages of two ranks in one
     group in the order in which they are posted.
     """
-    return groups.group("pipe") if to > source else groups.embedding
+    return groups.group("pipe") if to > source or groups.is_v_pipeline else groups.embedding

@@ -24,16 +24,17 @@ class StagePlacement(NamedTuple):
     """Which pipeline rank holds which stages of the model.
 
     ranks: number of pipeline ranks. chunks: stages of each rank (virtual stages). The stages go round the
-    ranks `chunks` times.
+    ranks `chunks` times, or, if `is_v`, from the first rank to the last and back.
     """
 
     ranks: int
     chunks: int
+    is_v: bool = False
 
     @staticmethod
     def of(args: ModelArgs, ranks: int) -> "StagePlacement":
         """Returns the placement for a configuration on `ranks` pipeline ranks."""
-        return StagePlacement(ranks, args.stages_per_rank if ranks > 1 else 1)
+        return StagePlacement(ranks, args.stages_per_rank, args.is_v_pipeline) if ranks > 1 else StagePlacement(1, 1)
 
     @property
     def stages(self) -> int:
@@ -42,12 +43,13 @@ class StagePlacement(NamedTuple):
 
     def rank_of(self, stage: int) -> int:
         """Returns the pipeline rank that holds a stage."""
-        return stage % self.ranks
+        place = stage % self.ranks
+        return self.ranks - 1 - place if self.is_v and stage >= self.ranks else place
 
     def stages_of(self, rank: int) -> list[int]:
         """Returns the stages of a pipeline rank, in the order of the model. The index of a stage in this list
         is its chunk in `Stage.chunks`."""
-        return list(range(rank, self.stages, self.ranks))
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
 
 def _layer_weights(args: ModelArgs, specs: tuple[LayerSpec, ...]) -> list[float]:

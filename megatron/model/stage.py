@@ -44,6 +44,7 @@ from megatron.model.specs import (
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
 from megatron.mpu import HeadInput, Linear, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed, share_out
+from megatron.mpu.deferred import DeferredGradients
 from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
 
@@ -100,10 +101,12 @@ class Stage(nn.Module):
     scans: the kernels of Mamba's mixers.
     delayed_scaling: the state of FP8 products with delayed scaling; None without it.
     balance: load balancing of experts, used in training; None if the model has no experts.
+    deferred: takes weight gradients that the pipeline schedule computes later; None: no schedule does.
     """
 
     delayed_scaling: DelayedScaling | None = None
     balance: Balance | None = None
+    deferred: DeferredGradients | None = None
     run_blocks: RunBlocks
     compiled = False
     dtype = torch.float32

@@ -1,10 +1,13 @@
 """Grouped matrix products: each group of consecutive rows is multiplied by its own matrix, as for experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.mpu.deferred import DeferredGradients
 
 _ALIGNED = 16  # torch's kernel needs rows whose size in bytes is a multiple of this
 
@@ -23,6 +26,61 @@ def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, weights):
         return F.grouped_mm(x, weights, offs=ends)
     return _one_by_one(x, weights, ends)
+
+
+def deferred_grouped_mm(
+    x: Tensor, weight: Tensor, ends: Tensor, matrices: Callable[[Tensor], Tensor], deferred: DeferredGradients
+) -> Tensor:
+    """Computes `grouped_mm(x, matrices(weight), ends)`; `deferred` may leave the gradient of `weight` for
+    later.
+
+    weight: a parameter. matrices: returns a view of it, `[groups, in, out]`.
+    """
+    return _DeferredProducts.apply(x, weight, ends, matrices, deferred)
+
+
+class _DeferredProducts(torch.autograd.Function):
+    """Implements `deferred_grouped_mm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        matrices: Callable[[Tensor], Tensor],
+        deferred: DeferredGradients,
+    ) -> Tensor:
+        # Not a saved tensor: the gradient is added to this very parameter.
+        ctx.weight, ctx.matrices, ctx.deferred = weight, matrices, deferred
+        ctx.save_for_backward(x, ends)
+        return grouped_mm(x, matrices(weight), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, ends), weight, grad = ctx.saved_tensors, ctx.weight, grad.contiguous()
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = grouped_mm(grad, ctx.matrices(weight.detach()).transpose(1, 2), ends)
+
+        def gradient() -> Tensor:
+            out = torch.empty_like(weight)
+            ctx.matrices(out).copy_(_weight_products(x, grad, ends))
+            return out
+
+        if ctx.needs_input_grad[1] and ctx.deferred.is_collecting:
+            ctx.deferred.add(weight, gradient)
+        elif ctx.needs_input_grad[1]:
+            weight_grad = gradient()
+        return x_grad, weight_grad, None, None, None
+
+
+def _weight_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Returns the gradients of the groups' matrices, `[groups, in, out]`, as autograd of `grouped_mm`
+    does."""
+    if _has_kernel(x, grad.unsqueeze(0)):
+        return F.grouped_mm(x.t(), grad, offs=ends)
+    return _weight_gradients(x, grad, ends)
 
 
 def _has_kernel(x: Tensor, weights: Tensor) -> bool:

@@ -27,9 +27,10 @@ class ParallelGroups:
     ranks: this rank's coordinate on each axis.
     handles: process group of each axis; None if the axis has one member.
     members: global ranks of each axis's group, in axis order.
-    embedding: group of the first and last pipeline stage (tied embeddings); None for one stage or on middle
-        stages.
+    embedding: group of the first and last pipeline stage (tied embeddings); None on middle stages, or if one
+        rank holds both.
     world_rank, world_size: global rank of this process, and number of all processes.
+    is_v_pipeline: the first pipeline rank also holds the last stage.
     """
 
     sizes: Mapping[str, int]
@@ -40,6 +41,7 @@ class ParallelGroups:
     embedding: dist.ProcessGroup | None = None
     world_rank: int = 0
     world_size: int = 1
+    is_v_pipeline: bool = False
 
     def size(self, axis: str) -> int:
         """Returns the number of ranks along `axis`, such as "tensor"."""
@@ -68,18 +70,22 @@ class ParallelGroups:
     def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
         """Overwrites `x` with the last pipeline stage's `x`, and returns it."""
         if self.handles["pipe"] is not None:
-            dist.broadcast(x, src=self.members["pipe"][-1], group=self.handles["pipe"])
+            dist.broadcast(x, src=self.members["pipe"][self._last_stage_rank], group=self.handles["pipe"])
         return x
 
     @property
+    def _last_stage_rank(self) -> int:
+        return 0 if self.is_v_pipeline else self.size("pipe") - 1
+
+    @property
     def is_first_stage(self) -> bool:
-        """Whether this rank is on the first pipeline stage, which holds the embedding."""
+        """Whether this rank holds the first pipeline stage, which has the embedding."""
         return self.rank("pipe") == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank is on the last pipeline stage, which holds the output layer."""
-        return self.rank("pipe") == self.size("pipe") - 1
+        """Whether this rank holds the last pipeline stage, which has the output layer."""
+        return self.rank("pipe") == self._last_stage_rank
 
     def with_replicated_experts(self) -> ParallelGroups:
         """Returns these groups without expert parallelism, for a model that has all experts on every data
@@ -116,12 +122,20 @@ def _group_of(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 
 def build_groups(
-    *, pipe: int, data: int, tensor: int, device: torch.device, context: int = 1, expert: int = 1
+    *,
+    pipe: int,
+    data: int,
+    tensor: int,
+    device: torch.device,
+    context: int = 1,
+    expert: int = 1,
+    is_v_pipeline: bool = False,
 ) -> ParallelGroups:
     """Creates this rank's process group for each axis. All ranks call it together, after init_process_group.
 
     pipe, data, context, tensor: number of ranks along each axis; their product must be the world size.
     expert: number of data ranks over which experts are sharded; it must divide `data`.
+    is_v_pipeline: the first pipeline rank holds the first stage and the last.
 
     A rank creates only the groups that it belongs to. All ranks create equally many groups, because torch
     numbers groups to name them. Raises ValueError if the sizes do not fit.
@@ -158,7 +172,7 @@ def build_groups(
         else:
             handles[axis] = None if sizes[axis] == 1 else _group_of(members[axis], axis)
     embedding = None
-    if pipe > 1:
+    if pipe > 1 and not is_v_pipeline:
         ends = {members["pipe"][0], members["pipe"][-1]}
         handle = _group_of(sorted(ends) if world_rank in ends else [world_rank], "embedding")
         embedding = handle if world_rank in ends else None
@@ -171,4 +185,5 @@ def build_groups(
         embedding=embedding,
         world_rank=world_rank,
         world_size=world_size,
+        is_v_pipeline=is_v_pipeline and pipe > 1,
     )

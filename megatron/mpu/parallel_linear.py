@@ -21,7 +21,7 @@ from megatron.mpu.mappings import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron.mpu.products import PlainProduct, Product, bias_gradient, biased_output
+from megatron.mpu.products import PlainProduct, Product, bias_gradient, biased_output, weight_gradient
 
 # -- products in pieces that overlap with communication between tensor ranks of one machine ------------------
 # They use torch's symmetric memory (`torch.ops.symm_mem`, only on CUDA): each rank reads the other ranks'
@@ -93,7 +93,7 @@ class _ColumnParallel(torch.autograd.Function):
             start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
             summed = start(ctx.product.input_gradient(grad, weight), ctx.group)
         if needs_weight:
-            weight_grad = ctx.product.weight_gradient(grad, finish(gathered) if ctx.sequence_parallel else x)
+            weight_grad = weight_gradient(ctx.product, grad, finish(gathered) if ctx.sequence_parallel else x)
         bias_grad = bias_gradient(grad) if needs_bias else None
         if needs_x and not ctx.pipelined:
             x_grad = finish(summed)

@@ -3,11 +3,14 @@
 The object computes with torch in the dtype of the weights (`PlainProduct`), or in another way, such as FP8.
 """
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from megatron.mpu.deferred import DeferredGradients
 
 
 class Product(Protocol):
@@ -46,8 +49,38 @@ class PlainProduct:
         return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class DeferredProduct:
+    """The matrix products of another object, whose weight gradients may be computed later.
+
+    product: computes them. layer: the layer with the weight, as its attribute `weight`. deferred: takes the
+    weight gradients while it collects.
+    """
+
+    def __init__(self, product: Product, layer: nn.Module, deferred: DeferredGradients) -> None:
+        self.product, self.layer, self.deferred = product, layer, deferred
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.product.output(x, weight)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self.product.input_gradient(grad, weight)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self.product.weight_gradient(grad, x)
+
+
+def weight_gradient(product: Product, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Returns `product.weight_gradient(grad, x)`; None if it is left for later (`DeferredProduct`)."""
+    if isinstance(product, DeferredProduct) and product.deferred.is_collecting:
+        product.deferred.add(product.layer.weight, partial(product.weight_gradient, grad, x))  # type: ignore[arg-type]
+        return None
+    return product.weight_gradient(grad, x)
+
+
 def biased_output(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """Returns x W^T + b as a new tensor, computed by `product` without autograd."""
+    if isinstance(product, DeferredProduct):
+        product = product.product
     if isinstance(product, PlainProduct):
         return F.linear(x, weight, bias)  # one kernel multiplies and adds the bias
     out = product.output(x, weight)
@@ -76,7 +109,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         x_grad = ctx.product.input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
-        weight_grad = ctx.product.weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        weight_grad = weight_gradient(ctx.product, grad, x) if ctx.needs_input_grad[1] else None
         bias_grad = bias_gradient(grad) if ctx.needs_input_grad[2] else None
         return x_grad, weight_grad, bias_grad, None
 

@@ -65,6 +65,14 @@ def clear_forward_order(modules: Iterable[FSDPModule]) -> None:
                 group._post_forward_indices.clear()
 
 
+def end_backward(root: FSDPModule) -> None:
+    """Makes `fully_shard` take gradients that were added to weights outside of a backward pass.
+
+    It does with them what it does at the end of a backward. root: the outermost module.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def ignore_view_warning() -> None:
     """Hides a warning of torch 2.13's `fully_shard` about a module that returns a view of its hidden states.
 

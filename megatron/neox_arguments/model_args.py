@@ -41,7 +41,18 @@ class ModelArgs(
         """The number of pipeline stages that each pipeline rank holds, at least 1."""
         if self.pp == 1 or self.pipeline_schedule == "1f1b":
             return 1
-        return self.virtual_pipeline_stages or 2
+        return self.virtual_pipeline_stages or (1 if self.pipeline_schedule == "zero_bubble" else 2)
+
+    @property
+    def is_v_pipeline(self) -> bool:
+        """Whether stages go from the first pipeline rank to the last and back, so that the first holds both
+        ends of the model."""
+        return self.pp > 1 and self.pipeline_schedule in ("zbv", "dualpipev")
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether the pipeline schedule computes weight gradients apart from the rest of a backward pass."""
+        return self.pp > 1 and self.pipeline_schedule in ("zero_bubble", "zbv", "dualpipev")
 
     @property
     def tp(self) -> int:

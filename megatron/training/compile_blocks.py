@@ -38,8 +38,8 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> tuple[C
         return False, "auto: off on CPUs, where compiling takes longer than it saves"
     if (reason := declaration_of(args).eager_reason(args)) is not None:
         return False, f"auto: {reason}"
-    if hooked_inside(args, engine):
-        return False, "auto: off with DeepSpeed's ZeRO 3, whose hooks inside blocks would break their graphs"
+    if (obstacle := _obstacle(args, engine)) is not None:
+        return False, f"auto: {obstacle[0]}"
     for key in ("te_backend", "attention_backend"):
         if getattr(args, key) == "transformer_engine":
             return False, f"auto: {key} is transformer_engine, whose calls torch cannot compile"
@@ -79,9 +79,9 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
             "activation_memory_budget", f"{problem}; set compile: block, or use checkpoint_activations: true"
         )
     if args.compile != "auto":
-        if choice and hooked_inside(args, engine):
-            problem = "blocks cannot be compiled with DeepSpeed's ZeRO 3, whose hooks inside blocks break their graphs"
-            raise args.error("compile", f"{problem}; write engine: native, another ZeRO stage, or compile: auto")
+        if choice and (obstacle := _obstacle(args, engine)) is not None:
+            problem, fix = obstacle
+            raise args.error("compile", f"blocks cannot be compiled: {problem}; {fix}, or write compile: auto")
         return args
     log(f"compile: {choice or 'false'} ({reason})")
     return args.settle("compile", choice)
@@ -134,10 +134,15 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
         head.compile_kernels()
 
 
-def hooked_inside(args: NeoXArgs, engine: str) -> bool:
-    """Returns whether the engine of this name runs hooks inside blocks, as DeepSpeed's ZeRO 3 does. Such
-    hooks break compiled graphs."""
-    return engine == "deepspeed" and args.zero_stage == 3
+def _obstacle(args: NeoXArgs, engine: str) -> tuple[str, str] | None:
+    """Returns why blocks cannot be compiled in this configuration, and how to change it; None if they can."""
+    if engine == "deepspeed" and args.zero_stage == 3:
+        return "DeepSpeed's ZeRO 3 runs hooks inside blocks", "write engine: native, or another ZeRO stage"
+    if args.defers_weight_gradients:
+        schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
+        return f"{schedule} computes weight gradients after a block's backward", "write pipeline_schedule: interleaved"
+    return None
+
 
 
 def _compilers(device: torch.device) -> list[str]:

@@ -8,9 +8,12 @@ import torch
 
 from megatron.model import Stage, freeze
 from megatron.model.init import stage_parameters
+from megatron.model.moe.experts import Experts
 from megatron.model.quantized import quantize_base
 from megatron.mpu import Linear, ParallelGroups
+from megatron.mpu.deferred import DeferredGradients
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
+from megatron.mpu.products import DeferredProduct
 from megatron.mpu.torch_versions import enable_symmetric_memory
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.objectives import Objective
@@ -37,8 +40,8 @@ def parallelize(
     """Prepare a stage for training, and return the engine built around it, which allocates its weights.
 
     The stage is already sharded over tensor and pipeline ranks. In this order: freeze parameters, quantize
-    the base weights of adapters, choose and use FP8, overlap tensor-parallel communication, recompute,
-    compile, and use another package's norms. The engine's `args` hold the choice that a trial makes for
+    the base weights of adapters, choose and use FP8, overlap tensor-parallel communication, let weight
+    gradients be deferred, recompute, compile, and use another package's norms. The engine's `args` hold the choice that a trial makes for
     `precision_fp8: auto`.
     log: takes one line for each choice.
 
@@ -51,12 +54,26 @@ def parallelize(
     quantize_base(stage, args, log)
     use_fp8(stage, precision, args, groups, log)
     use_async_tensor_parallel(stage, args, groups, log)
+    defer_weight_gradients(stage, args)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
     use_transformer_engine_norms(stage, args, precision.recipe, log)
     use_apex_norms(stage, args, engine.name, log)
     # The engine itself handles memory, precision, sharding over data ranks, and pipeline schedules.
     return engine(args, groups, stage, objective)
+
+
+def defer_weight_gradients(stage: Stage, args: ModelArgs) -> None:
+    """If the pipeline schedule defers weight gradients, let the blocks' linears and experts leave theirs for
+    later."""
+    if not args.defers_weight_gradients:
+        return
+    stage.deferred = DeferredGradients()
+    for module in (m for spec in stage.blocks for m in stage.layers[str(spec.index)].modules()):
+        if isinstance(module, Linear) and module.weight.requires_grad:
+            module.product = DeferredProduct(module.product, module, stage.deferred)
+        elif isinstance(module, Experts):
+            module.deferred = stage.deferred
 
 
 def use_async_tensor_parallel(
@@ -73,6 +90,8 @@ def use_async_tensor_parallel(
     if setting is False:
         return
     problem = missing_requirement(args.sequence_parallel and group is not None, groups)
+    if args.defers_weight_gradients:
+        problem = f"both gradients of a linear at once, unlike pipeline_schedule {args.cite('pipeline_schedule')}"
     if args.quantized:
         problem = f"weights that are not packed (lora.quantization, {args.origin('lora.quantization')})"
     if problem is not None and setting is True:

@@ -49,7 +49,9 @@ def run(case: Case) -> dict[str, Any]:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
-            groups = megatron.mpu.build_groups(**sizes, device=DEVICE, expert=args.expert_parallel_size)
+            groups = megatron.mpu.build_groups(
+                **sizes, device=DEVICE, expert=args.expert_parallel_size, is_v_pipeline=args.is_v_pipeline
+            )
             with FakeTensorMode(), shared_out_evenly(args):
                 if case.native:
                     _run_native(args, groups, observer, report)

@@ -79,7 +79,10 @@ def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
     data, cpu = world_size // (args.pp * args.tp), torch.device("cpu")
-    return build_groups(pipe=args.pp, data=data, tensor=args.tp, device=cpu, expert=args.expert_parallel_size)
+    return build_groups(
+        pipe=args.pp, data=data, tensor=args.tp, device=cpu, expert=args.expert_parallel_size,
+        is_v_pipeline=args.is_v_pipeline,
+    )  # fmt: skip
 
 
 def gradients(stage: Stage) -> dict[tuple[int, str], Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from megatron.model.mlp import ACTIVATIONS, gated_activation
 from megatron.model.specs import MoESpec
 from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, grouped_mm
+from megatron.mpu.deferred import DeferredGradients
+from megatron.mpu.grouped import deferred_grouped_mm
 
 
 class Experts(nn.Module):
@@ -17,7 +19,11 @@ class Experts(nn.Module):
     w1, w3 and w2 are `[experts * width, hidden]`, expert after expert; an expert's w2 is stored as `[width,
     hidden]`. Tensor ranks hold either some experts in full, or a slice of every expert's width. Ranks of
     expert parallelism hold some experts in full.
+
+    deferred: may leave weight gradients for later, in zero-bubble pipelines; None: nothing does.
     """
+
+    deferred: DeferredGradients | None = None
 
     w1: nn.Parameter
     w2: nn.Parameter
@@ -73,15 +79,20 @@ class Experts(nn.Module):
             inner = self.activate(inner)
         else:
             inner = self.activate(inner, self._up(x, self.w3, self.w3_bias, ends))
-        out = grouped_mm(inner, self._matrices(self.w2), ends)
+        out = self._product(inner, self.w2, ends, self._matrices)
         if self.w2_bias is None:
             return out
         bias = copy_to_tensor(self.w2_bias, self.group)
         return out + bias[self._expert_of(x, ends)] if self.adds_bias else out + 0.0 * bias.sum()
 
     def _up(self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-        out = grouped_mm(x, self._matrices(weight).transpose(1, 2), ends)
+        out = self._product(x, weight, ends, lambda rows: self._matrices(rows).transpose(1, 2))
         return out if bias is None else out + bias.view(self.number, -1)[self._expert_of(x, ends)]
+
+    def _product(self, x: Tensor, weight: Tensor, ends: Tensor, matrices: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.deferred is None:
+            return grouped_mm(x, matrices(weight), ends)
+        return deferred_grouped_mm(x, weight, ends, matrices, self.deferred)
 
     def _matrices(self, weight: Tensor) -> Tensor:
         """Returns a stacked weight as one matrix per expert, `[experts of this rank, width, hidden]`."""

@@ -85,13 +85,14 @@ class ParallelKeys:
         "Blocks of each pipeline stage, in order, virtual stages too; overrides pipe_partition_method. The first or the last may be 0, "
         "for a stage of the embedding or the output layer alone (engine native)",
     )
-    pipeline_schedule: Literal["1f1b", "interleaved"] = new_key(
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"] = new_key(
         "1f1b",
-        "Order of forward and backward passes over pipeline stages. interleaved: each rank holds several stages, so "
-        "ranks wait less and send more (engine native). `deepy.py train.py a.yml --print-schedule` shows it",
+        "Order of forward and backward passes over pipeline stages; all but 1f1b need `engine: native`. interleaved: "
+        "each rank holds several stages, waits less and sends more. zero_bubble, zbv, dualpipev: weight gradients "
+        "fill the waiting time, in blocks that are not compiled. See `deepy.py train.py a.yml --print-schedule`",
     )
     virtual_pipeline_stages: int | None = new_key(
-        None, "Stages of each pipeline rank. None: 2 with `pipeline_schedule: interleaved`, else 1", ge=1
+        None, "Stages of each pipeline rank. None: 1 with `1f1b` and `zero_bubble`, else 2", ge=1
     )
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
     async_tensor_parallel: Literal["auto"] | bool = new_key(

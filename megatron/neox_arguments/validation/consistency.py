@@ -92,6 +92,8 @@ def _schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
     schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
     if args.pipeline_schedule == "interleaved" and number == 1:
         problems.add(key, f"1: {schedule} needs 2 or more; raise it, or write pipeline_schedule: 1f1b")
+    if args.is_v_pipeline and number not in (None, 2):
+        problems.add(key, f"{number}: {schedule} puts 2 stages on each rank; remove this key")
     if args.pipeline_schedule == "1f1b" and number is not None and number > 1:
         problems.add(key, f"{number}: {schedule} has one stage on each rank; write pipeline_schedule: interleaved")
     stages = args.pp * args.stages_per_rank

@@ -13,7 +13,7 @@ from megatron.model import Stage, init_stage
 from megatron.model.init import parameters_with_specs
 from megatron.model.moe.experts import Experts
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
-from megatron.mpu.torch_versions import clear_forward_order, ignore_view_warning
+from megatron.mpu.torch_versions import clear_forward_order, end_backward, ignore_view_warning
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.shards import ExpertParts, GradientBucket, RowParts, Shard
 
@@ -111,6 +111,9 @@ class ShardedWeights:
         root.set_requires_gradient_sync(last or self._zero_stage > 1)
         root.set_reshard_after_backward(last or self._zero_stage == 3)
         self._replicated.begin_micro_batch()
+
+    def end_weight_gradients(self) -> None:
+        end_backward(self._root)
 
     @property
     def _root(self) -> FSDPModule:

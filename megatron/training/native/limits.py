@@ -83,6 +83,16 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
             f"{args.origin('recompute_granularity')}: recompute_granularity: selective works with expert_parallel_size "
             f"{args.cite('expert_parallel_size')} only at ZeRO 0; write full"
         )
+    if args.defers_weight_gradients and args.zero_stage > 1:
+        yield (
+            f"{args.origin('pipeline_schedule')}: pipeline_schedule: {args.pipeline_schedule} sums gradients over data "
+            f"ranks once a step, as ZeRO 0 and 1 do; lower zero_optimization.stage {args.zero_stage}, or write interleaved"
+        )
+    if args.defers_weight_gradients and args.async_tensor_parallel is True:
+        yield (
+            f"{args.origin('async_tensor_parallel')}: async_tensor_parallel: true computes both gradients of a linear "
+            f"at once; pipeline_schedule {args.cite('pipeline_schedule')} needs them apart; change one"
+        )
     key = "zero_optimization.zero_hpz_partition_size"
     neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
     if neighbours > 1 and args.zero_stage != 3:

@@ -7,7 +7,9 @@ stage only the output of the one before, and computes the loss without the outpu
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,6 +87,15 @@ class Links:
         self._sends.wait()
 
 
+class Input(NamedTuple):
+    """A tensor that a stage gets from a neighbour: hidden states from the one before, or a gradient from the
+    next."""
+
+    kind: Literal["hidden_states", "gradient"]
+    stage: int
+    micro_batch: int
+
+
 class Pipeline:
     """Runs forward and backward of a step on this rank's stages; with one stage without any message.
 
@@ -98,85 +109,111 @@ class Pipeline:
         self._stage, self._args, self._groups, self._dtype = stage, args, groups, dtype
         self._rank, ranks = groups.rank("pipe"), groups.size("pipe")
         self._placement = StagePlacement.of(args, ranks)
-        self._links = Links(groups, is_ring=self._placement.chunks > 1) if ranks > 1 else None
+        is_ring = self._placement.chunks > 1 and not self._placement.is_v
+        self._links = Links(groups, is_ring) if ranks > 1 else None
         stages = partition_layers(args, self._placement.stages)
         self._has_backward = [specs[-1].index >= stage.lowest_trained for specs in stages]
         self._sends_gradients = [specs[0].index > stage.lowest_trained for specs in stages]
         self._chunk_of = {number: chunk for chunk, number in enumerate(self._placement.stages_of(self._rank))}
-        self._coming: dict[int, deque[Action]] = {}
-        self._received: dict[Action, tuple[dist.Work | None, Tensor]] = {}
+        self._coming: dict[int, deque[Input]] = {}
+        self._received: dict[Input, tuple[dist.Work | None, Tensor]] = {}
+        # By stage and micro-batch.
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor | GradientEdge] = {}
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def run(
         self,
         batches: list[Batch],
         scaled_loss: ScaledLoss,
         begin_backward: Callable[[bool], None],
+        end_weight_gradients: Callable[[], None],
     ) -> Tensor:
         """Returns the sum of the micro-batches' losses on the last stage, and 0 on others.
 
-        begin_backward: called before each backward; gets whether it is the step's last.
+        begin_backward: called before each action that computes gradients; gets whether it is the step's last.
+        end_weight_gradients: called after the deferred weight gradients of a micro-batch.
         """
         loss = torch.zeros((), device=self._groups.device)
         tables = action_tables(self._args, self._placement, len(batches))
-        self._coming = {rank: self._messages(table, rank) for rank, table in enumerate(tables) if rank != self._rank}
+        self._coming = {rank: self._messages(table) for rank, table in enumerate(tables) if rank != self._rank}
         actions = [a for a in tables[self._rank] if a.kind == "forward" or self._has_backward[a.stage]]
-        last = [action for action in actions if action.kind == "backward"][-1:]
+        last = [action for action in actions if action.kind != "forward"][-1:]
         for action, next_action in zip_longest(actions, actions[1:]):
             for due in (action, next_action):
                 if due is not None:
                     self._receive(due, batches)
             if action.kind == "forward":
                 loss += self._forward(action, batches[action.micro_batch], scaled_loss)
+                continue
+            begin_backward(action in last)
+            if action.kind == "backward_weight":
+                for add_gradient in self._deferred.pop((action.stage, action.micro_batch)):
+                    add_gradient()
+                end_weight_gradients()
             else:
-                begin_backward(action in last)
                 self._backward(action)
         if self._links is not None:
             self._links.finish()
         return loss
 
-    def _source(self, action: Action) -> Action | None:
-        """Returns the action whose result an action needs; None if it needs none of another stage."""
-        stage = action.stage - 1 if action.kind == "forward" else action.stage + 1
-        return action._replace(stage=stage) if 0 <= stage < self._placement.stages else None
+    def _input(self, action: Action) -> Input | None:
+        """Returns the tensor of another stage that an action needs; None if it needs none."""
+        if action.kind == "forward":
+            return Input("hidden_states", *action[1:]) if action.stage > 0 else None
+        is_needed = action.kind != "backward_weight" and action.stage < self._placement.stages - 1
+        return Input("gradient", *action[1:]) if is_needed else None
 
-    def _messages(self, table: list[Action], sender: int) -> deque[Action]:
-        """Returns the actions of this rank whose input `sender` sends, in the order in which it does.
+    def _output(self, action: Action) -> Input | None:
+        """Returns what an action's result is for another stage; None if no stage needs it."""
+        if action.kind == "forward" and action.stage < self._placement.stages - 1:
+            return Input("hidden_states", action.stage + 1, action.micro_batch)
+        if action.kind in ("backward", "backward_input") and self._sends_gradients[action.stage]:
+            return Input("gradient", action.stage - 1, action.micro_batch)
+        return None
 
-        table: the actions of `sender`.
+    def _messages(self, table: list[Action]) -> deque[Input]:
+        """Returns what this rank gets from another, in the order in which that rank sends it.
+
+        table: the actions of that rank.
         """
-        messages = deque[Action]()
-        for action in table:
-            step, sends = (1, True) if action.kind == "forward" else (-1, self._sends_gradients[action.stage])
-            receiver = action._replace(stage=action.stage + step)
-            if sends and receiver.stage in self._chunk_of:
-                messages.append(receiver)
-        return messages
+        outputs = (self._output(action) for action in table)
+        return deque(output for output in outputs if output is not None and output.stage in self._chunk_of)
 
     def _receive(self, action: Action, batches: list[Batch]) -> None:
         """Begin to receive the tensor that an action needs, and those that its sender sends before."""
-        source = self._source(action)
-        if source is None or action in self._received:
+        due = self._input(action)
+        if due is None or due in self._received:
             return
+        sender = self._placement.rank_of(due.stage + (-1 if due.kind == "hidden_states" else 1))
+        if sender == self._rank:
+            return  # `_send` keeps it
         assert self._links is not None
-        sender = self._placement.rank_of(source.stage)
-        while action not in self._received:
+        while due not in self._received:
             coming = self._coming[sender].popleft()
             buffer = hidden_buffer(self._args, self._groups, batches[coming.micro_batch], self._dtype)
             self._received[coming] = (self._links.receive(buffer, sender), buffer)
 
-    def _take(self, action: Action) -> Tensor:
-        work, buffer = self._received.pop(action)
+    def _take(self, due: Input) -> Tensor:
+        work, tensor = self._received.pop(due)
         if work is not None:
             work.wait()
-        return buffer
+        return tensor
+
+    def _send(self, tensor: Tensor, output: Input) -> None:
+        """Begin to send a result to the stage that needs it."""
+        receiver = self._placement.rank_of(output.stage)
+        if receiver == self._rank:
+            self._received[output] = (None, tensor)
+        else:
+            assert self._links is not None
+            self._links.send(tensor, receiver)
 
     def _forward(self, action: Action, batch: Batch, scaled_loss: ScaledLoss) -> Tensor | float:
         """Returns the micro-batch's loss on the last stage, and 0 on others."""
-        hidden, key = None, (action.stage, action.micro_batch)
-        if action.stage > 0:
-            received = self._take(action).requires_grad_(self._sends_gradients[action.stage])
+        hidden, key = None, action[1:]
+        if (due := self._input(action)) is not None:
+            received = self._take(due).requires_grad_(self._sends_gradients[action.stage])
             if self._sends_gradients[action.stage]:
                 self._inputs[key] = received
             hidden = HiddenStates(received)
@@ -184,17 +221,26 @@ class Pipeline:
         if not isinstance(out, HiddenStates):
             self._outputs[key] = out
             return out.detach()
-        assert self._links is not None
-        self._links.send(out.hidden_states.detach(), self._placement.rank_of(action.stage + 1))
+        output = self._output(action)
+        assert output is not None
+        self._send(out.hidden_states.detach(), output)
         if self._has_backward[action.stage]:  # an edge, so that the values are freed once they are sent
             self._outputs[key] = get_gradient_edge(out.hidden_states)
         return 0.0
 
     def _backward(self, action: Action) -> None:
-        key = (action.stage, action.micro_batch)
-        gradient = None if self._source(action) is None else self._take(action)
-        torch.autograd.backward(self._outputs.pop(key), gradient)
-        if self._sends_gradients[action.stage]:
+        due, key = self._input(action), action[1:]
+        gradient = None if due is None else self._take(due)
+        with nullcontext([]) if action.kind == "backward" else self._collected() as deferred:
+            torch.autograd.backward(self._outputs.pop(key), gradient)
+        if action.kind == "backward_input":
+            self._deferred[key] = deferred
+        if (output := self._output(action)) is not None:
             gradient = self._inputs.pop(key).grad
-            assert self._links is not None and gradient is not None
-            self._links.send(gradient, self._placement.rank_of(action.stage - 1))
+            assert gradient is not None
+            self._send(gradient, output)
+
+    def _collected(self) -> AbstractContextManager[list[Callable[[], None]]]:
+        """Returns a context in which weight gradients are left for later."""
+        assert self._stage.deferred is not None, "`defer_weight_gradients` prepares the stage"
+        return self._stage.deferred.collect()

@@ -9,15 +9,17 @@ from megatron.model.pipeline_partition import StagePlacement
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.native.pipeline_schedule import Action, action_tables
 
-# In units of time: a backward has two matrix products for each of the forward.
-_DURATION = {"forward": 1, "backward": 2}
+# In units of time: a backward has two matrix products for each of the forward, one for each gradient.
+_DURATION = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+_LETTER = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+_COLOR = {"forward": "tab:blue", "backward": "tab:orange", "backward_input": "tab:red", "backward_weight": "tab:green"}
 
 
 class Timeline(NamedTuple):
     """A step over all pipeline ranks, if messages take no time.
 
     begins: for each rank, its actions with the unit of time at which each begins.
-    length: of the step, in units of time: 1 for a forward of a stage, 2 for a backward.
+    length: of the step, in units of time: 1 for a forward of a stage, 2 for a backward, 1 for a part of one.
     idle: share of all ranks' time in which they wait.
     held: for each rank, the most forwards whose activations it holds at a time.
     """
@@ -32,29 +34,34 @@ def timeline(tables: list[list[Action]], placement: StagePlacement) -> Timeline:
     """Returns when each rank runs each action of its table, as soon as it and its input are ready."""
     todo = [list(table) for table in tables]
     begins: list[list[tuple[int, Action]]] = [[] for _ in todo]
-    ends: dict[Action, int] = {}
+    ends: dict[tuple[bool, int, int], int] = {}  # by whether it is a forward, stage and micro-batch
     clocks = [0] * len(todo)
     while any(todo):
         for rank, actions in enumerate(todo):
             while actions:
-                action = actions[0]
-                source = action._replace(stage=action.stage + (-1 if action.kind == "forward" else 1))
-                if 0 <= source.stage < placement.stages and source not in ends:
+                kind, stage, micro_batch = actions[0]
+                is_forward, has_input = kind == "forward", kind != "backward_weight"
+                source = (is_forward, stage + (-1 if is_forward else 1), micro_batch)
+                if has_input and 0 <= source[1] < placement.stages and source not in ends:
                     break  # its input comes later
-                begin = max(clocks[rank], ends.get(source, 0))
+                begin = max(clocks[rank], ends.get(source, 0) if has_input else 0)
                 begins[rank].append((begin, actions.pop(0)))
-                clocks[rank] = ends[action] = begin + _DURATION[action.kind]
+                clocks[rank] = begin + _DURATION[kind]
+                if has_input:
+                    ends[is_forward, stage, micro_batch] = clocks[rank]
     length = max(clocks)
     busy = sum(_DURATION[action.kind] for table in tables for action in table)
-    held = [max(accumulate(1 if action.kind == "forward" else -1 for action in table)) for table in tables]
+    changes = {"forward": 1, "backward_input": 0}  # both gradients need the activations
+    held = [max(accumulate(changes.get(action.kind, -1) for action in table)) for table in tables]
     return Timeline(begins, length, 1 - busy / (length * len(tables)), held)
 
 
 def schedule_lines(args: NeoXArgs) -> list[str]:
     """Returns the pipeline schedule of a configuration as text: a line for each rank, with its actions.
 
-    `F3` is the forward of micro-batch 3, `B3 --` its backward; dots are idle time. With virtual stages, `F3a`
-    is of the rank's first stage, `F3b` of its second. Raises ConfigError if the number of micro-batches is
+    `F3` is the forward of micro-batch 3, `B3 --` its backward; dots are idle time. Zero-bubble schedules
+    divide a backward into `I3`, the gradients of hidden states, and `W3`, those of weights. With virtual
+    stages, `F3a` is of the rank's first stage, `F3b` of its second. Raises ConfigError if the number of micro-batches is
     not known, or not supported.
     """
     placement, step = _step_of(args)
@@ -69,7 +76,7 @@ def schedule_lines(args: NeoXArgs) -> list[str]:
     for rank, actions in enumerate(step.begins):
         cells = ["." * width] * step.length
         for begin, action in actions:
-            cells[begin] = f"{action.kind[0].upper()}{_label(action, placement)}".ljust(width)
+            cells[begin] = f"{_LETTER[action.kind]}{_label(rank, action, placement)}".ljust(width)
             for i in range(begin + 1, begin + _DURATION[action.kind]):
                 cells[i] = "-" * width
         holder = "stage" if placement.chunks == 1 else "rank"
@@ -88,7 +95,8 @@ def draw_schedule(args: NeoXArgs, path: Path) -> None:
 
     placement, step = _step_of(args)
     figure, axes = pyplot.subplots(figsize=(max(6.0, step.length * 0.35), 1.5 + 0.4 * args.pp), layout="constrained")
-    for kind, color in (("forward", "tab:blue"), ("backward", "tab:orange")):
+    kinds = {action.kind for actions in step.begins for _, action in actions}
+    for kind, color in ((kind, color) for kind, color in _COLOR.items() if kind in kinds):
         for rank, actions in enumerate(step.begins):
             for begin, action in actions:
                 if action.kind == kind:
@@ -98,8 +106,8 @@ def draw_schedule(args: NeoXArgs, path: Path) -> None:
                         [(begin, _DURATION[kind])], (rank - 0.4, 0.8), color=color, alpha=shade, edgecolor="white"
                     )
                     middle = begin + _DURATION[kind] / 2
-                    axes.text(middle, rank, _label(action, placement), ha="center", va="center", fontsize=7)
-        axes.bar(0, 0, color=color, label=kind)  # for the legend
+                    axes.text(middle, rank, _label(rank, action, placement), ha="center", va="center", fontsize=7)
+        axes.bar(0, 0, color=color, label=kind.replace("_", ", "))  # for the legend
     axes.set_yticks(range(args.pp), [f"rank {rank}" for rank in range(args.pp)])
     axes.set_xlim(0, step.length)
     axes.invert_yaxis()
@@ -115,13 +123,14 @@ def draw_schedule(args: NeoXArgs, path: Path) -> None:
 
 
 def _name(args: NeoXArgs) -> str:
-    return "1F1B" if args.stages_per_rank == 1 else f"{args.pipeline_schedule} 1F1B"
+    return "1F1B" if args.pp == 1 else f"pipeline_schedule {args.pipeline_schedule}"
 
 
-def _label(action: Action, placement: StagePlacement) -> str:
+def _label(rank: int, action: Action, placement: StagePlacement) -> str:
     """Returns a micro-batch's number, with a letter for the stage if its rank has several."""
-    letter = ascii_lowercase[action.stage // placement.ranks % 26] if placement.chunks > 1 else ""
-    return f"{action.micro_batch}{letter}"
+    if placement.chunks == 1:
+        return str(action.micro_batch)
+    return f"{action.micro_batch}{ascii_lowercase[placement.stages_of(rank).index(action.stage) % 26]}"
 
 
 def _step_of(args: NeoXArgs) -> tuple[StagePlacement, Timeline]:

@@ -75,6 +75,10 @@ class Weights(Protocol):
     def begin_micro_batch(self, last: bool) -> None:
         """Prepare for the backward of a micro-batch. Call it before each. last: it is the step's last."""
 
+    def end_weight_gradients(self) -> None:
+        """Take weight gradients that were computed after a backward; call it after them, and
+        `begin_micro_batch` before."""
+
     def gradients(self) -> list[Tensor | None]:
         """Returns the step's gradient for each shard in `trained`, summed over data ranks.
 
@@ -251,6 +255,9 @@ class ReplicatedWeights:
         self._last, self._launched = last, 0
         for bucket in self._buckets:
             bucket.begin_micro_batch()
+
+    def end_weight_gradients(self) -> None:
+        pass  # the hooks of the buffers have added them
 
     def _reduce_ready(self) -> None:
         # Buffers are summed in the same order on every rank, whatever the order of each rank's backward.

@@ -16,12 +16,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 x pp2 +sp": (4, {**PP2, **SP2}), "pp2 recomputed": (2, {**PP2, "checkpoint_activations": True}),
     "pp2 uneven": (2, {**PP2, "pipeline_layers": [0, 3, 5, 0]}),
     **{f"dp2 x pp2 zero{stage}": (4, {**PP2, **zero(stage)}) for stage in range(4)},
+    "zero_bubble": (2, {**PP2, "pipeline_schedule": "zero_bubble"}),
+    "zero_bubble zero1": (4, {**PP2, **zero(1), "pipeline_schedule": "zero_bubble"}),
+    "zero_bubble pp4 of two": (4, {**PP4, "pipeline_schedule": "zero_bubble", "virtual_pipeline_stages": 2}),
+    "zero_bubble recomputed": (2, {**PP2, "pipeline_schedule": "zero_bubble", "checkpoint_activations": True}),
+    "zbv": (2, {**PP2, "pipeline_schedule": "zbv"}), "zbv pp4": (4, {**PP4, "pipeline_schedule": "zbv"}),
+    "zbv zero1": (4, {**PP2, **zero(1), "pipeline_schedule": "zbv"}),
+    "zbv tp2 sp": (4, {**PP2, **SP2, "pipeline_schedule": "zbv"}),
+    "dualpipev": (2, {**PP2, "pipeline_schedule": "dualpipev"}), "dualpipev pp4": (4, {**PP4, "pipeline_schedule": "dualpipev"}),
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "neox tied": {**NEOX, **ADAMW}, "llama": {**LLAMA, **SGD, "no_weight_tying": True}, "rpe tied": {**RPE, **ADAMW},
     "frozen": {**NEOX, **ADAMW, "trainable": {"last_layers": 3}},
 }  # fmt: skip
-DEFAULT = [("pp2", "neox tied"), ("dp2 x pp2 zero3", "llama"), ("pp4", "rpe tied")]
+NEW = [(l, "neox tied") for l in LAYOUTS if "zero_b" in l or "zbv" in l or "dual" in l]
+DEFAULT = NEW + [("pp2", "neox tied"), ("dp2 x pp2 zero3", "llama"), ("pp4", "rpe tied")]
 MORE = [
     ("pp2 of four", "llama"), ("tp2 x pp2 +sp", "neox tied"), ("dp2 x pp2 zero1", "rpe tied"), ("pp4", "frozen"),
     ("dp2 x pp2 zero2", "frozen"), ("pp2 uneven", "neox tied"), ("pp2 recomputed", "llama"),
