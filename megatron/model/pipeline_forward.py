@@ -56,15 +56,15 @@ def forward_only(
     With virtual stages, as many micro-batches as ranks run through one chunk before the next chunk.
     """
     rank, ranks, members = groups.rank("pipe"), groups.size("pipe"), groups.members["pipe"]
-    placement = StagePlacement.of(args, ranks)
+    placement = StagePlacement.configured(args, ranks)
     results, sends = [], PendingSends(2 * ranks)
-    own: dict[int, HiddenStates] = {}  # hidden states for this rank's next chunk, by place in `at_once`
+    handed_on: dict[int, HiddenStates] = {}  # hidden states for this rank's next chunk, by place in `at_once`
     todo = iter(batches)
     while at_once := [batch.to(groups.device) for batch in islice(todo, ranks if placement.chunks > 1 else 1)]:
         for chunk, number in enumerate(placement.stages_of(rank)):
             source, to = placement.rank_of(number - 1), placement.rank_of(number + 1)
             for place, batch in enumerate(at_once):
-                hidden = own.pop(place, None)
+                hidden = handed_on.pop(place, None)
                 if number > 0 and hidden is None:
                     buffer = hidden_buffer(args, groups, batch, dtype)
                     dist.recv(buffer, src=members[source], group=_link(groups, source, rank))
@@ -73,7 +73,7 @@ def forward_only(
                 if not isinstance(out, HiddenStates):
                     results.append(out)
                 elif to == rank:
-                    own[place] = out
+                    handed_on[place] = out
                 else:
                     sent = out.hidden_states.contiguous()
                     sends.add(dist.isend(sent, dst=members[to], group=_link(groups, rank, to)), sent)
@@ -86,7 +86,7 @@ def forward_only(
 def _link(groups: ParallelGroups, source: int, to: int) -> dist.ProcessGroup | None:
     """Returns the group for messages between two pipeline ranks.
 
-    From the last rank round to the first it is another one, because NCCL runs the messages of two ranks in one
-    group in the order in which they are posted.
+    From the last rank round to the first it is another one, because NCCL runs the messages of two ranks in
+    one group in the order in which they are posted.
     """
     return groups.group("pipe") if to > source or groups.is_v_pipeline else groups.embedding

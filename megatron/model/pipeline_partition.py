@@ -21,7 +21,7 @@ _NEOX_CLASSES = {
 
 
 class StagePlacement(NamedTuple):
-    """Which pipeline rank holds which stages of the model.
+    """Assigns the stages of the model to pipeline ranks.
 
     ranks: number of pipeline ranks. chunks: stages of each rank (virtual stages). The stages go round the
     ranks `chunks` times, or, if `is_v`, from the first rank to the last and back.
@@ -32,7 +32,7 @@ class StagePlacement(NamedTuple):
     is_v: bool = False
 
     @staticmethod
-    def of(args: ModelArgs, ranks: int) -> "StagePlacement":
+    def configured(args: ModelArgs, ranks: int) -> "StagePlacement":
         """Returns the placement for a configuration on `ranks` pipeline ranks."""
         return StagePlacement(ranks, args.stages_per_rank, args.is_v_pipeline) if ranks > 1 else StagePlacement(1, 1)
 

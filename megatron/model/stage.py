@@ -378,7 +378,7 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     with_states = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
     backends = choose_backends(args, groups.device, attention, log) if attention else {}
     scans = choose_scans(args, groups.device, with_states, log) if with_states else ScanKernels()
-    placement = StagePlacement.of(args, groups.size("pipe"))
+    placement = StagePlacement.configured(args, groups.size("pipe"))
     stages = partition_layers(args, placement.stages)
     chunks = tuple(stages[number] for number in placement.stages_of(groups.rank("pipe")))
     stage = Stage(

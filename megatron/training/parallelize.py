@@ -41,8 +41,8 @@ def parallelize(
 
     The stage is already sharded over tensor and pipeline ranks. In this order: freeze parameters, quantize
     the base weights of adapters, choose and use FP8, overlap tensor-parallel communication, let weight
-    gradients be deferred, recompute, compile, and use another package's norms. The engine's `args` hold the choice that a trial makes for
-    `precision_fp8: auto`.
+    gradients be deferred, recompute, compile, and use another package's norms. The engine's `args` hold the
+    choice that a trial makes for `precision_fp8: auto`.
     log: takes one line for each choice.
 
     Raises ConfigError if blocks are to be compiled but there is no compiler, or if the device lacks FP8 or

@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "topk": MOE,
     # All that models of today have, and more than one does.
     "options": {
-        **MOE, "num_layers": 3, "moe_layer_freq": [0, 1, 1], "moe_intermediate_size": 24, "moe_num_experts": 8,
+        **MOE, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 1], "moe_intermediate_size": 24, "moe_num_experts": 8,
         "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True, "norm_topk_prob": True,
         "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5, "moe_router_num_groups": 4,
         "moe_router_group_topk": 2, "moe_router_bias": True, "moe_expert_bias": True,
@@ -49,10 +49,11 @@ MODELS: dict[str, dict[str, Any]] = {
              "gpt_j_residual": True},
     "muon": {**MOE, "moe_expert_bias": True, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True,
              "optimizer": {"type": "Muon", "params": {"lr": RATE, "adjust_lr_fn": "original"}}},
-    "capacity": {**MOE, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_scope": "step"},
+    "capacity": {**MOE, "num_layers": 4, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_scope": "step"},
 }  # fmt: skip
 EP2, EP4, TP2 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}, {"model_parallel_size": 2}
 PP2 = {"pipe_parallel_size": 2}
+INTERLEAVED, ZBV, ZERO_BUBBLE = (PP2 | {"pipeline_schedule": name} for name in ("interleaved", "zbv", "zero_bubble"))
 SHARDED_EXPERTS, SP = {"moe_expert_tensor_parallel": "cut"}, {"sequence_parallel": True}
 RECOMPUTE, SELECTIVE = {"checkpoint_activations": True}, {"recompute_granularity": "selective"}
 DEEPSPEED = {"engine": "deepspeed"}
@@ -60,6 +61,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}), "dp2": (2, {}), "tp2": (2, TP2), "tp2 cut sp": (2, TP2 | SHARDED_EXPERTS | SP),
     "pp2": (2, PP2), "pp2 deepspeed": (2, PP2 | DEEPSPEED), "pp2 ep2 tp2": (8, PP2 | EP2 | TP2 | SP | zero(1)),
     **{f"pp2 ep2 zero{stage}": (4, PP2 | EP2 | zero(stage)) for stage in range(4)},
+    "interleaved ep2 zero3": (4, INTERLEAVED | EP2 | zero(3)), "interleaved": (2, INTERLEAVED),
+    "zero bubble ep2": (4, ZERO_BUBBLE | EP2), "zbv ep2 zero1": (4, ZBV | EP2 | zero(1)), "zbv": (2, ZBV),
     "dp2 deepspeed": (2, DEEPSPEED | zero(1)), "dp2 deepspeed zero3": (2, DEEPSPEED | zero(3)),
     **{f"ep2 dp2 zero{stage}": (2, EP2 | zero(stage)) for stage in range(4)},
     **{f"ep2 dp4 zero{stage}": (4, EP2 | zero(stage)) for stage in range(4)},
@@ -81,11 +84,14 @@ MORE_CELLS = [
     ("dp2 deepspeed zero3", "topk", PACKED), ("ep2 dp2 zero0", "capacity", UNPACKED), ("ep2 dp4 zero1", "topk", PACKED),
     ("ep2 dp4 zero2", "muon", UNPACKED), ("ep4 dp4 zero1", "neox", UNPACKED), ("ep4 dp4 zero2", "options", PACKED),
     ("ep2 tp2 cut zero1", "options", UNPACKED), ("ep2 recompute", "options", PACKED),
-    ("tp2 zero3 selective", "options", UNPACKED),
+    ("tp2 zero3 selective", "options", UNPACKED), ("interleaved ep2 zero3", "options", PACKED),
+    ("interleaved", "capacity", UNPACKED), ("zero bubble ep2", "muon", UNPACKED),
+    ("zbv ep2 zero1", "options", UNPACKED), ("zbv", "neox", PACKED),
 ]  # fmt: skip
 PRODUCT = [
     (layout, model, PACKED if i % 2 else UNPACKED) for i, layout in enumerate(LAYOUTS) for model in ("topk", "options")
     if (layout, model) != ("dp2 deepspeed zero3", "options")  # DeepSpeed would cut the router's bias
+    and not (model == "topk" and layout.startswith(("interleaved", "zbv")))  # it has two blocks
 ]  # fmt: skip
 PRODUCT += [(layout, "muon", UNPACKED) for layout in ("ep2 dp2 zero0", "ep4 dp4 zero1", "ep2 tp2 sp zero3")]
 PRODUCT += [(layout, "capacity", UNPACKED) for layout in ("dp2 deepspeed", "ep2 tp2 sp zero3", "ep4 dp4 zero1")]

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"dp2 deepspeed zero{stage}": (2, {"engine": "deepspeed", **zero(stage)}) for stage in range(4)},
     "tp2 dp2 zero3": (4, TP2 | SP | zero(3)),
     "recompute": (1, RECOMPUTE | {"checkpoint_num_layers": 2}),
+    "zero bubble": (2, {"pipe_parallel_size": 2, "pipeline_schedule": "zero_bubble"}),
     "tp2 sp selective": (2, TP2 | SP | RECOMPUTE | {"recompute_granularity": "selective"}),
 }  # fmt: skip
 # Every model, packed or not: two halves of all pairs.
@@ -58,7 +59,7 @@ def reference() -> Callable[[str], list[Run]]:
 
 AT_ONCE = [("tp2", "first"), ("pp2", "other"), ("dp2 zero3", "first")]
 MORE_CELLS = [("tp2 sp selective", "first"), ("dp2 zero1", "other"), ("dp2 deepspeed zero1", "first")]
-MORE_CELLS += [("dp2 deepspeed zero3", "other"), ("recompute", "other")]
+MORE_CELLS += [("dp2 deepspeed zero3", "other"), ("recompute", "other"), ("zero bubble", "first")]
 PRODUCT = [case for case in product(list(LAYOUTS)[1:], HALVES) if case not in AT_ONCE + MORE_CELLS]
 
 
@@ -69,6 +70,14 @@ def test_steps_are_those_of_one_process(layout: str, half: str, reference: Calla
     for i, (model, packed) in enumerate(HALVES[half]):
         args = args_of(MODELS[model], LAYOUTS[layout][1], LAYOUTS[layout][0])
         assert_same(args, [rank[i] for rank in ranks], reference(half)[i], (model, packed, layout))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_a_hybrid_with_two_stages_on_a_rank(schedule: str) -> None:
+    model, keys = MODELS["hybrid"], {"pipe_parallel_size": 2, "pipeline_schedule": schedule}
+    expected, actual = (run_ranks(some_steps, ranks, [(model, PACKED)], k) for ranks, k in ((1, {}), (2, keys)))
+    assert_same(args_of(model, keys, 2), [rank[0] for rank in actual], expected[0][0], schedule)
 
 
 def types_after_steps(rank: int, world_size: int, layouts: list[Any]) -> list[tuple[Any, list[float], torch.Tensor]]:

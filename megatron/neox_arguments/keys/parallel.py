@@ -82,14 +82,14 @@ class ParallelKeys:
     )
     pipeline_layers: tuple[int, ...] | None = new_key(
         None,
-        "Blocks of each pipeline stage, in order, virtual stages too; overrides pipe_partition_method. The first or the last may be 0, "
-        "for a stage of the embedding or the output layer alone (engine native)",
+        "Blocks of each pipeline stage, in order, virtual stages too; overrides pipe_partition_method. The first or "
+        "the last may be 0, for a stage of the embedding or the output layer alone (engine native)",
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"] = new_key(
         "1f1b",
-        "Order of forward and backward passes over pipeline stages; all but 1f1b need `engine: native`. interleaved: "
+        "Order of forward and backward passes over pipeline stages; `--print-schedule` shows it. interleaved: "
         "each rank holds several stages, waits less and sends more. zero_bubble, zbv, dualpipev: weight gradients "
-        "fill the waiting time, in blocks that are not compiled. See `deepy.py train.py a.yml --print-schedule`",
+        "fill the waiting time, in blocks that are not compiled. All but 1f1b need the native engine",
     )
     virtual_pipeline_stages: int | None = new_key(
         None, "Stages of each pipeline rank. None: 1 with `1f1b` and `zero_bubble`, else 2", ge=1

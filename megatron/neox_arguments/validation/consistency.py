@@ -99,8 +99,8 @@ def _schedule(args: ResolvedArgs, problems: ErrorCollector) -> None:
     stages = args.pp * args.stages_per_rank
     if args.pipeline_layers is not None and len(args.pipeline_layers) != stages:
         blocks = list(args.pipeline_layers)
-        of_ranks = f" times virtual_pipeline_stages {args.stages_per_rank}" * (args.stages_per_rank > 1)
-        text = f"{blocks} are {len(blocks)} stages, not the {stages} of {ranks}{of_ranks}; change one"
+        virtual_stages = f" times virtual_pipeline_stages {args.stages_per_rank}" * (args.stages_per_rank > 1)
+        text = f"{blocks} are {len(blocks)} stages, not the {stages} of {ranks}{virtual_stages}; change one"
         problems.add("pipeline_layers", text)
 
 

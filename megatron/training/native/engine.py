@@ -79,7 +79,8 @@ class NativeEngine(Engine):
         if not self._stage.training:
             self._stage.train()
         self._begin_balance(batches, 1.0 / (len(batches) * self.groups.size("data")))
-        loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_backward, self.shards.end_weight_gradients)
+        end_weight_gradients = self.shards.end_weight_gradients
+        loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_backward, end_weight_gradients)
         gradients = self._summed_over_stages(self.shards.gradients())
         norm = self._update.judge(gradients)
         if on_gradients is not None:

@@ -86,7 +86,8 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
     if args.defers_weight_gradients and args.zero_stage > 1:
         yield (
             f"{args.origin('pipeline_schedule')}: pipeline_schedule: {args.pipeline_schedule} sums gradients over data "
-            f"ranks once a step, as ZeRO 0 and 1 do; lower zero_optimization.stage {args.zero_stage}, or write interleaved"
+            f"ranks once a step, so it runs with ZeRO 0 and 1, not {args.zero_stage}; lower zero_optimization.stage, "
+            "or write interleaved"
         )
     if args.defers_weight_gradients and args.async_tensor_parallel is True:
         yield (

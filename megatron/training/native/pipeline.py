@@ -46,12 +46,12 @@ class Links:
         size = len(self._members)
         self._sends = PendingSends(4 * size)
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # by (sender, receiver)
-        # First pairs that begin with an even rank, then those with an odd one, at last the ring's: torch names
-        # a group by the number of groups before it, so both ranks of a pair must create it at the same place
-        # of their sequence.
+        # First pairs that begin with an even rank, then those with an odd one, then the ring's. torch names a
+        # group by the number of groups before it, so both ranks of a pair must create it at the same place of
+        # their sequence.
         for parity in (0, 1):
-            first = self._rank - (self._rank + parity) % 2
-            self._link(groups, (first, first + 1) if 0 <= first < size - 1 else None)
+            lower_rank = self._rank - (self._rank + parity) % 2
+            self._link(groups, (lower_rank, lower_rank + 1) if 0 <= lower_rank < size - 1 else None)
         if is_ring and size > 2:
             self._link(groups, (size - 1, 0) if self._rank in (0, size - 1) else None)
         self.finish()
@@ -108,7 +108,7 @@ class Pipeline:
         """dtype: of hidden states. All ranks call it together."""
         self._stage, self._args, self._groups, self._dtype = stage, args, groups, dtype
         self._rank, ranks = groups.rank("pipe"), groups.size("pipe")
-        self._placement = StagePlacement.of(args, ranks)
+        self._placement = StagePlacement.configured(args, ranks)
         is_ring = self._placement.chunks > 1 and not self._placement.is_v
         self._links = Links(groups, is_ring) if ranks > 1 else None
         stages = partition_layers(args, self._placement.stages)
@@ -148,8 +148,7 @@ class Pipeline:
                 continue
             begin_backward(action in last)
             if action.kind == "backward_weight":
-                for add_gradient in self._deferred.pop((action.stage, action.micro_batch)):
-                    add_gradient()
+                self._backward_weight(action)
                 end_weight_gradients()
             else:
                 self._backward(action)
@@ -239,6 +238,10 @@ class Pipeline:
             gradient = self._inputs.pop(key).grad
             assert gradient is not None
             self._send(gradient, output)
+
+    def _backward_weight(self, action: Action) -> None:
+        for add_gradient in self._deferred.pop(action[1:]):
+            add_gradient()
 
     def _collected(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Returns a context in which weight gradients are left for later."""

@@ -7,15 +7,14 @@ from megatron.model.pipeline_partition import StagePlacement
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.methods import declaration_of
 
-
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage.
 
-    kind: zero-bubble schedules divide a backward into "backward_input", whose gradients of hidden states other
-        ranks wait for, and "backward_weight", which computes the gradients of weights later.
+    kind: zero-bubble schedules divide a backward. "backward_input" computes the gradients of hidden states,
+        for which other ranks wait, and "backward_weight" those of weights, later.
     stage: its number in the model. With virtual stages a rank holds several (`StagePlacement`).
     """
 
@@ -51,8 +50,8 @@ def _problem(args: ModelArgs, ranks: int, micro_batches: int) -> str | None:
         return None
     text = f"{args.pipeline_schedule} on {ranks} pipeline ranks"
     if args.pipeline_schedule == "dualpipev":
-        few = f"{text} needs {2 * ranks} micro-batches a step or more, not {micro_batches}"
-        return None if micro_batches >= 2 * ranks else f"{few}; raise gradient_accumulation_steps"
+        problem = f"{text} needs {2 * ranks} micro-batches a step or more, not {micro_batches}"
+        return None if micro_batches >= 2 * ranks else f"{problem}; raise gradient_accumulation_steps"
     if micro_batches % (rounds := _rounds(ranks, micro_batches)) == 0:
         return None
     fitting = next(n for n in range(micro_batches, 0, -1) if n % _rounds(ranks, n) == 0)

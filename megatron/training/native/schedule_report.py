@@ -61,8 +61,8 @@ def schedule_lines(args: NeoXArgs) -> list[str]:
 
     `F3` is the forward of micro-batch 3, `B3 --` its backward; dots are idle time. Zero-bubble schedules
     divide a backward into `I3`, the gradients of hidden states, and `W3`, those of weights. With virtual
-    stages, `F3a` is of the rank's first stage, `F3b` of its second. Raises ConfigError if the number of micro-batches is
-    not known, or not supported.
+    stages, `F3a` is of the rank's first stage, `F3b` of its second.
+    Raises ConfigError if the number of micro-batches is not known, or not supported.
     """
     placement, step = _step_of(args)
     micro_batches = args.gradient_accumulation_steps or 1
@@ -80,8 +80,9 @@ def schedule_lines(args: NeoXArgs) -> list[str]:
             for i in range(begin + 1, begin + _DURATION[action.kind]):
                 cells[i] = "-" * width
         holder = "stage" if placement.chunks == 1 else "rank"
-        of_part = f" of one of its {placement.chunks} stages" * (placement.chunks > 1)
-        lines.append(f"{holder} {rank:<3} {' '.join(cells)}  holds activations of {step.held[rank]} forwards{of_part}")
+        stage_share = f" of one of its {placement.chunks} stages" * (placement.chunks > 1)
+        held = f"holds activations of {step.held[rank]} forwards{stage_share}"
+        lines.append(f"{holder} {rank:<3} {' '.join(cells)}  {held}")
     return lines
 
 
@@ -137,5 +138,5 @@ def _step_of(args: NeoXArgs) -> tuple[StagePlacement, Timeline]:
     if args.gradient_accumulation_steps is None:
         text = "is not set, so the number of micro-batches is not known; add --set gradient_accumulation_steps=N"
         raise args.error("gradient_accumulation_steps", text)
-    placement = StagePlacement.of(args, args.pp)
+    placement = StagePlacement.configured(args, args.pp)
     return placement, timeline(action_tables(args, placement, args.gradient_accumulation_steps), placement)

@@ -354,7 +354,8 @@ class GradientBucket:
         return self._missing == 0
 
     def _take(self, i: int, param: Tensor) -> None:
-        assert param.grad is not None
+        if param.grad is None:  # it is left for later (`DeferredGradients`)
+            return
         if self._empty[i]:
             self.views[i].copy_(param.grad)
             self._empty[i] = False

@@ -23,7 +23,8 @@ EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 PP2, PP4 = {"pipe_parallel_size": 2}, {"pipe_parallel_size": 4, "engine": "deepspeed"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}), "tp2 x pp2": (4, TP2 | PP2), "tp4": (4, TP4), "pp2": (2, PP2), "pp4": (4, PP4),
-    "pp2, native": (2, PP2 | {"engine": "native"}),
+    "pp2, native": (2, PP2 | {"engine": "native"}), "interleaved": (2, PP2 | {"pipeline_schedule": "interleaved"}),
+    "zbv zero1": (4, PP2 | zero(1) | {"pipeline_schedule": "zbv"}),
     "dp4": (4, {}), "dp4 zero1": (4, zero(1)), "dp4 zero3": (4, zero(3)), "dp2 zero2": (2, zero(2)),
     "dp2 x tp2 zero1": (4, TP2 | zero(1)), "dp2 x tp2 zero3": (4, TP2 | zero(3)),
     "ep2": (2, EP2), "ep2 zero3": (4, EP2 | zero(3)), "ep4 zero1": (4, EP4 | zero(1)),
@@ -41,7 +42,9 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "experts": ("experts", "fp32", "ep2", "one process"),
     "shared heads": ("one head", "fp32", "whole", "tp4", "one process"),  # more
     "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),
+    "schedules": ("llama, tied", "fp32", "interleaved", "zbv zero1", "pp2, native"),
     "experts and stages": ("experts", "fp32", "pp2 ep2 zero1", "ep2 zero3"),
+    "schedules back": ("rpe", "bfloat16", "zbv zero1", "interleaved", "one process"),
     "more pipelines": ("rpe", "fp32", "pp4", "pp2, native", "dp4"),  # product
     "tied, more ranks": ("llama, tied", "bfloat16", "tp2 x pp2", "dp4 zero1"),
     "experts and tensors": ("experts", "fp32", "ep2 tp2", "ep4 zero1", "ep2"),
@@ -63,7 +66,7 @@ def values(save: Path, layout: str, model: str, precision: str, **overrides: Any
     return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **overrides})
 
 
-@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:6], NAMES[6:]))
+@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:7], NAMES[7:]))
 def test_goes_on(name: str, tmp_path: Path) -> None:
     model, precision, *layouts = CHAINS[name]
     full_run, save = tmp_path / "through", tmp_path / "run"

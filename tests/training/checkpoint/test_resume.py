@@ -40,6 +40,8 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}), "ep2": (2, {"expert_parallel_size": 2}),
     "ep2 zero3": (4, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
     "pp2 zero3": (4, {"pipe_parallel_size": 2, "zero_optimization": {"stage": 3}}),
+    "interleaved": (2, {"pipe_parallel_size": 2, "pipeline_schedule": "interleaved"}),
+    "zbv": (2, {"pipe_parallel_size": 2, "pipeline_schedule": "zbv"}),
     "ep4 zero1": (4, {"expert_parallel_size": 4, "zero_optimization": {"stage": 1}}),
 }  # fmt: skip
 # Layout and model. The engine is the native one, unless it is named.
@@ -56,6 +58,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3, deepspeed, states": ("zero3", STATES | DEEPSPEED),
     "tp2, states": ("tp2", STATES),
     "pp2 zero3": ("pp2 zero3", NEOX | DENSE | BF16 | {"no_weight_tying": False}),
+    "interleaved, tied": ("interleaved", NEOX | DENSE | BF16 | {"no_weight_tying": False}),
+    "zbv, adapters": ("zbv", ADAPTERS | BF16 | {"lora": DORA}),
     "ep2 zero3, experts": ("ep2 zero3", EXPERTS | BF16),
     "zero3, adapters and all": ("zero3", ADAPTERS | BF16 | {"lora": {**LORA, "save": "both"}}),
     # `product`
@@ -69,6 +73,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2, states": ("pp2", STATES | DEEPSPEED),
     "zero1, states": ("zero1", STATES),
     "ep4 zero1, experts": ("ep4 zero1", EXPERTS | FP32),
+    "zbv": ("zbv", LLAMA | DENSE | FP32),
     "pp2, experts": ("pp2", EXPERTS | BF16),
     "tp2 pp2, blocks differ": ("tp2 pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
     "plain, deepspeed": ("plain", NEOX | DENSE | FP32 | DEEPSPEED),
@@ -83,7 +88,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = list(RUNS)
 
 
-@pytest.mark.parametrize("name", cells(NAMES[:7], NAMES[7:13], NAMES[13:]))
+@pytest.mark.parametrize("name", cells(NAMES[:7], NAMES[7:15], NAMES[15:]))
 def test_bit_equal(name: str, tmp_path: Path) -> None:
     ranks, layout = {**LAYOUTS, **MORE_LAYOUTS}[RUNS[name][0]]
     small = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3}

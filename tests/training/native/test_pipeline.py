@@ -12,22 +12,31 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
 import deepy
+from megatron.model.pipeline_partition import StagePlacement
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.compile_blocks import resolve_compile
+from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
-from megatron.model.pipeline_partition import StagePlacement
 from megatron.training.native.pipeline_schedule import Action, action_tables
 from megatron.training.native.schedule_report import draw_schedule, schedule_lines, timeline
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
+from tests.training.layout_runs import zero
 from tests.training.runs import NEOX, RPE, begin_each, config
 
 PASS_COST = {"forward": 1, "backward": 2}  # a backward has two products for each of a forward
+COST = {**PASS_COST, "backward_input": 1, "backward_weight": 1}
 INTERLEAVED: dict[str, Any] = {"pipeline_schedule": "interleaved", "num_layers": 8}
+# Their idle share with 4 ranks and 8 micro-batches.
+OTHER_SCHEDULES = {
+    "interleaved": Fraction(3, 19), "zero_bubble": Fraction(1, 9), "zbv": Fraction(1, 17), "dualpipev": Fraction(1, 17),
+}  # fmt: skip
 
 
 class Executed(NamedTuple):
@@ -68,13 +77,15 @@ def executed(rank: int, world_size: int, configs: Sequence[Mapping[str, Any]]) -
         with (
             mock.patch.object(Pipeline, "_forward", _method(noted, Pipeline._forward)),
             mock.patch.object(Pipeline, "_backward", _method(noted, Pipeline._backward)),
+            mock.patch.object(Pipeline, "_backward_weight", _method(noted, Pipeline._backward_weight)),
             mock.patch.object(dist, "isend", partial(sent, dist.isend)),
             mock.patch.object(dist, "irecv", partial(received, dist.irecv)),
         ):
             training.engine.train_step(step, 1e-3)
         pipeline = training.engine._pipeline  # type: ignore[attr-defined]
         coming = [action for actions in pipeline._coming.values() for action in actions]
-        parts = (pipeline._inputs, pipeline._outputs, pipeline._received, coming, pipeline._links._sends)
+        held = (pipeline._inputs, pipeline._outputs, pipeline._received, pipeline._deferred)
+        parts = (*held, coming, pipeline._links._sends)
         runs.append(Executed(actions, messages, highest, sum(map(len, parts))))
     return runs
 
@@ -84,21 +95,23 @@ def _method(noted: Any, run: Any) -> Any:
     return lambda self, *args: noted(run, self, *args)
 
 
-def idle_share(actions_of_ranks: Sequence[Sequence[Action]], cost: Mapping[str, int] = PASS_COST) -> Fraction:
+def idle_share(actions_of_ranks: Sequence[Sequence[Action]], cost: Mapping[str, int] = COST) -> Fraction:
     """The idle share of all ranks' time. Each action begins when its rank and its input are ready."""
     last_stage = max(action.stage for actions in actions_of_ranks for action in actions)
-    ends: dict[tuple[str, int, int], int] = {}
+    ends: dict[tuple[str, int, int], int] = {}  # of what goes down or up through the stages
     clocks, todo = [0] * len(actions_of_ranks), [list(actions) for actions in actions_of_ranks]
     while any(todo):
         progress = False
         for rank, actions in enumerate(todo):
             while actions:
                 kind, stage, micro_batch = actions[0]
-                neighbour = stage + (-1 if kind == "forward" else 1)
-                if 0 <= neighbour <= last_stage and (kind, neighbour, micro_batch) not in ends:
+                way, neighbour = ("down", stage - 1) if kind == "forward" else ("up", stage + 1)
+                source = (way, neighbour if kind != "backward_weight" else stage, micro_batch)
+                if 0 <= source[1] <= last_stage and source not in ends:
                     break
-                begin = max(clocks[rank], ends.get((kind, neighbour, micro_batch), 0))
-                clocks[rank] = ends[kind, stage, micro_batch] = begin + cost[kind]
+                clocks[rank] = max(clocks[rank], ends.get(source, 0)) + cost[kind]
+                if kind != "backward_weight":
+                    ends[way, stage, micro_batch] = clocks[rank]
                 actions.pop(0)
                 progress = True
         assert progress, "the ranks wait for each other"
@@ -115,10 +128,11 @@ def pipeline_config(stages: int, micro_batches: int, **overrides: Any) -> dict[s
 @pytest.fixture(scope="module")
 def four_stages() -> list[list[Executed]]:
     """By rank: eight micro-batches; two; two with all but the last two blocks frozen; two with the embedding
-    alone; eight, interleaved."""
+    alone; eight under each other schedule."""
     frozen, no_blocks = {"trainable": {"last_layers": 2}}, {"pipeline_layers": [0, 2, 1, 1]}
     runs = [pipeline_config(4, 8), *(pipeline_config(4, 2, **keys) for keys in ({}, frozen, no_blocks))]
-    return run_ranks(executed, 4, [*runs, pipeline_config(4, 8, **INTERLEAVED)])
+    runs += [pipeline_config(4, 8, num_layers=8, pipeline_schedule=name) for name in OTHER_SCHEDULES]
+    return run_ranks(executed, 4, runs)
 
 
 def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages: list[list[Executed]]) -> None:
@@ -130,14 +144,19 @@ def test_a_pipeline_of_4_with_8_micro_batches_is_idle_for_27_percent(four_stages
         assert Counter((kind, i) for kind, _, i in rank[0].actions) == Counter(product(PASS_COST, range(8)))
 
 
-def test_interleaved_it_is_idle_for_16_percent(four_stages: list[list[Executed]]) -> None:
-    actions = [rank[4].actions for rank in four_stages]
-    assert idle_share(actions) == Fraction(3, 19)
-    print(f"interleaved, 4 ranks with 2 stages each, 8 micro-batches: idle {float(idle_share(actions)):.1%}")
-    assert [rank[4].left for rank in four_stages] == [0, 0, 0, 0]
-    for rank, runs in enumerate(four_stages):
-        expected = [Action(*a) for a in product(PASS_COST, (rank, rank + 4), range(8))]  # type: ignore[arg-type]
-        assert Counter(runs[4].actions) == Counter(expected), "every rank has stages `rank` and `rank + 4`"
+@pytest.mark.parametrize(("schedule", "idle"), OTHER_SCHEDULES.items())
+def test_other_schedules_are_idle_for_less(schedule: str, idle: Fraction, four_stages: list[list[Executed]]) -> None:
+    runs = [rank[4 + list(OTHER_SCHEDULES).index(schedule)] for rank in four_stages]
+    actions = [run.actions for run in runs]
+    assert idle_share(actions) == idle
+    print(f"{schedule}, 4 ranks, 8 micro-batches: idle {float(idle):.1%}")
+    assert [run.left for run in runs] == [0, 0, 0, 0]
+    stages = 4 if schedule == "zero_bubble" else 8
+    done = Counter(a for table in actions for a in table)
+    undivided = {(stage, i) for kind, stage, i in done if kind == "backward"}
+    for stage, i in product(range(stages), range(8)):
+        halves = [done[Action(kind, stage, i)] for kind in ("backward_input", "backward_weight")]  # type: ignore[arg-type]
+        assert done[Action("forward", stage, i)] == 1 and halves == ([0, 0] if (stage, i) in undivided else [1, 1])
 
 
 def test_interleaved_messages_go_round_all_ranks(four_stages: list[list[Executed]]) -> None:
@@ -145,11 +164,11 @@ def test_interleaved_messages_go_round_all_ranks(four_stages: list[list[Executed
     once."""
     for rank, runs in enumerate(four_stages):
         boundaries = [(stage, stage + 1) for stage in range(7)]
-        met = Counter(
+        neighbours = Counter(
             (lower if upper % 4 == rank else upper) % 4 for lower, upper in boundaries if rank in (lower % 4, upper % 4)
         )
-        assert sorted(met.values()) == ([1, 2] if rank in (0, 3) else [2, 2])
-        expected = {(kind, other): 8 * times for kind in ("send", "receive") for other, times in met.items()}
+        assert sorted(neighbours.values()) == ([1, 2] if rank in (0, 3) else [2, 2])
+        expected = {(kind, peer): 8 * times for kind in ("send", "receive") for peer, times in neighbours.items()}
         assert runs[4].messages == expected, rank
 
 
@@ -200,7 +219,7 @@ def test_copies_stay_equal_and_nothing_grows() -> None:
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 2), (4, 4), (5, 12)])
 def test_the_order_of_1f1b(stages: int, micro_batches: int) -> None:
     args = NeoXArgs.from_dict(pipeline_config(stages, micro_batches, num_layers=5))
-    actions = action_tables(args, placement := StagePlacement.of(args, stages), micro_batches)
+    actions = action_tables(args, placement := StagePlacement.configured(args, stages), micro_batches)
     assert idle_share(actions) == Fraction(stages - 1, micro_batches + stages - 1)
     assert timeline(actions, placement).idle == pytest.approx(float(idle_share(actions)))
     assert [(kind, i) for kind, _, i in actions[-1]] == [(k, i) for i in range(micro_batches) for k in PASS_COST]
@@ -210,7 +229,7 @@ def test_the_order_of_1f1b(stages: int, micro_batches: int) -> None:
 def test_the_order_of_interleaved_1f1b(ranks: int, chunks: int, micro_batches: int) -> None:
     keys = {**INTERLEAVED, "virtual_pipeline_stages": chunks, "num_layers": 12}
     args = NeoXArgs.from_dict(pipeline_config(ranks, micro_batches, **keys))
-    actions = action_tables(args, placement := StagePlacement.of(args, ranks), micro_batches)
+    actions = action_tables(args, placement := StagePlacement.configured(args, ranks), micro_batches)
     if micro_batches % ranks == 0:
         assert idle_share(actions) == Fraction(ranks - 1, chunks * micro_batches + ranks - 1)
     assert timeline(actions, placement).idle == pytest.approx(float(idle_share(actions)))
@@ -221,9 +240,33 @@ def test_the_order_of_interleaved_1f1b(ranks: int, chunks: int, micro_batches: i
 def test_rounds_of_other_lengths_are_refused() -> None:
     args = NeoXArgs.from_dict(pipeline_config(4, 9, **INTERLEAVED))
     with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .*gradient_accumulation_steps to 8.* 4"):
-        action_tables(args, StagePlacement.of(args, 4), 9)
+        action_tables(args, StagePlacement.configured(args, 4), 9)
     with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .*gradient_accumulation_steps to 8"):
         NativeEngine.check(args.for_world(4))
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"pipe_parallel_size": 1, "pipeline_schedule": "zbv"}, r"pipeline_schedule: zbv .*pipe_parallel_size 1"),
+    ({"pipeline_schedule": "zbv", "virtual_pipeline_stages": 4}, r"virtual_pipeline_stages: 4.*zbv.* 2 "),
+    ({"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 1}, r"virtual_pipeline_stages: 1.*interleaved"),
+    ({"virtual_pipeline_stages": 2}, r"virtual_pipeline_stages: 2.*1f1b.*interleaved"),
+    ({"pipeline_schedule": "interleaved", "pipeline_layers": [4, 4]}, r"pipeline_layers: .* 2 stages.* 4 "),
+    ({"pipeline_schedule": "zero_bubble", **zero(2)}, r"pipeline_schedule: zero_bubble.* 2; .*zero_optimization"),
+    ({"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 3}, r"pipeline_schedule: dualpipev.* 4 .* 3"),
+    ({"pipeline_schedule": "zbv", "async_tensor_parallel": True}, r"async_tensor_parallel: .*zbv"),
+    ({"pipeline_schedule": "zbv", "compile": "block"}, r"compile: .*zbv"),
+    ({"pipeline_schedule": "interleaved", "engine": "deepspeed"}, r"pipeline_schedule interleaved.*native"),
+])  # fmt: skip
+def test_what_a_schedule_cannot_do_is_refused_before_the_first_step(keys: dict[str, Any], message: str) -> None:
+    values = {**pipeline_config(2, 4, num_layers=8), **keys}
+    values["train_batch_size"] = None
+    with pytest.raises(ConfigError, match=message):
+        ranks = 4 if "zero_optimization" in keys else values["pipe_parallel_size"]
+        args = NeoXArgs.from_dict(values).for_world(ranks)
+        args.check_training()
+        engine = choose_engine(args, False)
+        engine.load().check(args)
+        resolve_compile(args, torch.device("cpu"), engine.name, lambda line: None)
 
 
 def test_a_schedule_as_text_and_as_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

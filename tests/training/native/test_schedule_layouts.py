@@ -1,0 +1,84 @@
+"""Pipeline schedules other than 1F1B: their steps equal those of one process, in every layout."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.training.layout_runs import zero
+from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, SGD, SP2, Curve, assert_alike, cells, config, curves_of
+
+STEPS = 6
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "interleaved": {"pipeline_schedule": "interleaved"},
+    "interleaved, four": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 4},
+    "uneven": {"pipeline_schedule": "interleaved", "pipeline_layers": [0, 3, 5, 0]},
+    "zero_bubble": {"pipeline_schedule": "zero_bubble"},
+    "zero_bubble, two": {"pipeline_schedule": "zero_bubble", "virtual_pipeline_stages": 2},
+    "zbv": {"pipeline_schedule": "zbv"}, "dualpipev": {"pipeline_schedule": "dualpipev"},
+}  # fmt: skip
+RECOMPUTE, SELECTIVE = {"checkpoint_activations": True}, {"recompute_granularity": "selective"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {}), "pp4": (4, {"pipe_parallel_size": 4}), "tp2 sp": (4, SP2), "recompute": (2, RECOMPUTE),
+    "selective": (2, {**RECOMPUTE, **SELECTIVE}), "in host memory": (2, {**RECOMPUTE, "checkpoint_in_cpu": True}),
+    **{f"zero{stage}": (4, zero(stage)) for stage in range(4)},
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "neox tied": {**NEOX, **ADAMW}, "llama": {**LLAMA, **SGD, "no_weight_tying": True}, "rpe tied": {**RPE, **ADAMW},
+    "frozen": {**NEOX, **ADAMW, "trainable": {"last_layers": 3}},
+    "adapters": {**LLAMA, **ADAMW, "lora": {"r": 4, "alpha": 8, "dropout": 0.0, "dora": True}},
+}  # fmt: skip
+DEFAULT_CELLS = [
+    ("interleaved", "pp2", "neox tied"), ("interleaved", "zero3", "llama"), ("zero_bubble", "zero1", "rpe tied"),
+    ("zbv", "pp4", "neox tied"),
+]  # fmt: skip
+MORE_CELLS = [
+    ("interleaved", "pp4", "rpe tied"), ("interleaved", "zero2", "frozen"), ("interleaved", "tp2 sp", "neox tied"),
+    ("interleaved, four", "recompute", "llama"), ("uneven", "pp2", "neox tied"), ("zero_bubble", "selective", "llama"),
+    ("zero_bubble, two", "pp4", "frozen"), ("zbv", "tp2 sp", "llama"), ("zbv", "zero1", "frozen"),
+    ("zbv", "recompute", "adapters"), ("dualpipev", "pp4", "rpe tied"), ("dualpipev", "tp2 sp", "adapters"),
+    ("zero_bubble", "in host memory", "adapters"),
+]  # fmt: skip
+REFUSED = {(schedule, f"zero{stage}") for schedule in ("zero_bubble", "zero_bubble, two", "zbv", "dualpipev")
+           for stage in (2, 3)}  # fmt: skip
+REFUSED |= {("interleaved, four", "pp4"), ("uneven", "pp4")}  # too few blocks
+REFUSED |= {("dualpipev", f"zero{stage}") for stage in range(2)}  # two micro-batches on each data rank
+PRODUCT = [
+    (schedule, layout, list(MODELS)[i % len(MODELS)])
+    for i, (schedule, layout) in enumerate(product(SCHEDULES, LAYOUTS))
+    if (schedule, layout) not in REFUSED and (schedule, i % len(MODELS)) != ("uneven", 2)  # rpe needs blocks everywhere
+]
+PRODUCT = [cell for cell in PRODUCT if cell not in DEFAULT_CELLS + MORE_CELLS]
+
+
+def model_config(model: str, micro_batch: int, *layout: dict[str, Any]) -> dict[str, Any]:
+    keys = {"num_layers": 8, "train_micro_batch_size_per_gpu": micro_batch}
+    return config(MODELS[model], {"pipe_parallel_size": 2} if layout else {}, *layout, keys)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[[str], Curve]:
+    """One process, one micro-batch of 8."""
+    return cache(lambda model: curves_of({model: model_config(model, 8)}, STEPS)[model])
+
+
+@pytest.mark.parametrize(("schedule", "layout", "model"), cells(DEFAULT_CELLS, MORE_CELLS, PRODUCT))
+def test_schedules_equal_one_process(
+    schedule: str, layout: str, model: str, reference: Callable[[str], Curve]
+) -> None:
+    ranks, keys = LAYOUTS[layout]
+    run = {model: model_config(model, 1, SCHEDULES[schedule], keys)}
+    assert_alike(curves_of(run, STEPS, ranks), {model: reference(model)})
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_bf16_is_close_to_one_process(schedule: str) -> None:
+    """Both round to 8 bits, and gradients of micro-batches are summed in fp32."""
+    keys = {"num_layers": 8, "precision": "bfloat16", "train_micro_batch_size_per_gpu": 1}
+    expected = curves_of({"run": config(LLAMA, ADAMW, keys)}, STEPS)
+    layout = {"pipe_parallel_size": 2, "pipeline_schedule": schedule, "engine": "native"}
+    stages = curves_of({"run": config(LLAMA, ADAMW, keys, layout)}, STEPS, 2)
+    assert_alike(stages, expected, losses=1e-3, norms=1e-2, weights=1e-2)
