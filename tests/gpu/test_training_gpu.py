@@ -20,8 +20,6 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(("engine", "zero"), [("native", 0), *(("deepspeed", stage) for stage in range(4))])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_it_learns(precision: str, engine: str, zero: int, device: torch.device) -> None:
-    if precision == "fp16" and engine == "native":
-        pytest.skip("fp16 is DeepSpeed's")
     values = config(LLAMA, PRECISIONS[precision], train_micro_batch_size_per_gpu=4, zero_optimization={"stage": zero})
     with run({**values, "engine": engine}) as training:
         batch = next(batches_of(training))

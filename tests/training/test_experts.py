@@ -259,11 +259,12 @@ def norms(rank: int, world_size: int, variants: list[dict[str, Any]]) -> list[li
 
 def test_the_loss_scale_of_fp16_is_that_of_the_balancing_loss() -> None:
     scaled = {"precision": "fp16", "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}}
-    half = {**scaled, "engine": "deepspeed", **zero(1)}
+    deepspeed, native = {**scaled, "engine": "deepspeed", **zero(1)}, {**scaled, "engine": "native"}
     on, off = {"moe_aux_loss_coeff": 20.0}, {"moe_aux_loss_coeff": 0.0}
-    fp32_results, halves, no_balancing = run_ranks(norms, 1, [on, half | on, off])[0]
-    for actual, expected in zip(halves, fp32_results, strict=True):
-        assert actual == pytest.approx(expected, rel=2e-2)
+    fp32_results, *halves, no_balancing = run_ranks(norms, 1, [on, deepspeed | on, native | on, off])[0]
+    for half in halves:
+        for actual, expected in zip(half, fp32_results, strict=True):
+            assert actual == pytest.approx(expected, rel=2e-2)
     assert no_balancing[0][1] < 0.7 * fp32_results[0][1], "the loss does not show"
 
 

@@ -263,6 +263,7 @@ def scales(rank: int, world_size: int, runs: list[tuple[dict[str, Any], str]]) -
     for fp16, steps in runs:
         read = get_float16_config(deepspeed_config(args_of(**fp16)))
         scaler = CreateLossScaler(torch.half, read.loss_scale, read.loss_scale == 0, read.dynamic_loss_scale_args())
+        vars(scaler)["raise_error_at_min_scale"] = False  # as the engine sets it
         scales_by_run.append([(scaler.update_scale(step == "x"), scaler.loss_scale)[1] for step in steps])
     return scales_by_run
 

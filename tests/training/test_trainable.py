@@ -1,6 +1,7 @@
 """`trainable`: what is not trained stays bit for bit, the rest trains as in torch, in every layout."""
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +21,11 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.metrics.flops import model_flops
+from megatron.training.native.engine import NativeEngine
 from megatron.training.parallelize import parallelize
 from megatron.training.recompute import recompute_blocks
 from tests.model import runs as small_runs
-from tests.model.stages import Weights, document_batch, groups_of, make_stage, random_weights, small
+from tests.model.stages import Weights, document_batch, groups_of, random_weights, small
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training.batches import batches_of
@@ -227,19 +229,20 @@ def test_the_lowest_trained_layer(model: dict[str, Any], trainable: dict[str, An
 def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:
     """For the pool: weights before and after steps of which the first overflow, and which did."""
     layout_steps = []
-    for layout in layouts:
+    for engine_type, layout in product((DeepSpeedEngine, NativeEngine), layouts):
         scaling = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
         keys = {**small_runs.LLAMA, **small_runs.SGD, **layout, "precision": "fp16", "fp16": scaling}
         keys |= {"trainable": {"last_layers": 2}, "gradient_accumulation_steps": 1}
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
-        stage = make_stage(args, random_weights(args), groups)
+        stage = build_stage(args, groups)
         freeze(stage_parameters(stage), args)
         with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):  # by a CPU too
-            engine = parallelize(stage, LANGUAGE_MODELLING, args, groups, DeepSpeedEngine)
+            engine = parallelize(stage, LANGUAGE_MODELLING, args, groups, engine_type)
+        engine.set_weights(random_weights(args))
         old_weights, skipped = engine.weights(), []
         while skipped[-1:] != [False] and len(skipped) < 40:
-            skipped.append(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped)
+            skipped.append(bool(engine.train_step([document_batch(args, seed=rank)], 0.1).skipped))
         layout_steps.append((old_weights, engine.weights(), skipped))
         engine.close()
     return layout_steps

@@ -87,9 +87,9 @@ class ParallelKeys:
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"] = new_key(
         "1f1b",
-        "Order of forward and backward passes over pipeline stages; `--print-schedule` shows it. interleaved: "
-        "each rank holds several stages, waits less and sends more. zero_bubble, zbv, dualpipev: weight gradients "
-        "fill the waiting time, in blocks that are not compiled. All but 1f1b need the native engine",
+        "Order of forward and backward passes over pipeline stages; `--print-schedule` shows it. All but 1f1b need "
+        "the native engine. With interleaved, each rank holds several stages, waits less and sends more. With "
+        "zero_bubble, zbv and dualpipev, weight gradients fill the waiting time, in blocks that are not compiled",
     )
     virtual_pipeline_stages: int | None = new_key(
         None, "Stages of each pipeline rank. None: 1 with `1f1b` and `zero_bubble`, else 2", ge=1

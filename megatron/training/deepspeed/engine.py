@@ -119,9 +119,7 @@ class DeepSpeedEngine(Engine):
         stage_notes = [stage_1] if zero_stage_used(args) != args.zero_stage else []
         if args.mamba_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
             masters = f"A_log and D have fp32 masters, and are rounded to {args.params_dtype} where they are read"
-            is_bf16 = args.params_dtype == "bf16"
-            native_note = "engine: native keeps them in fp32" if is_bf16 else "bf16 on engine: native keeps fp32"
-            stage_notes.append(f"mamba_selective_fp32_params: {masters}; {native_note}")
+            stage_notes.append(f"mamba_selective_fp32_params: {masters}; engine: native keeps them in fp32")
         return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes
 
     def _mark(self) -> None:

@@ -18,6 +18,7 @@ from megatron.objectives import Objective
 from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, State, StepResult
 from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.limits import idle_keys, layout_problems, limits, native_only_feature
+from megatron.training.native.loss_scaler import LossScaler
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import schedule_problems
 from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
@@ -51,6 +52,7 @@ class NativeEngine(Engine):
         ordered = sorted(copies, key=lambda copy: not copy[1].tied)  # in one order on all stages
         self._copies = [(i, group) for i, _, group in ordered if group is not None]
         self._pipeline = Pipeline(stage, args, groups, self.dtype)
+        self._scaler = LossScaler(args, groups.device) if self.dtype == torch.float16 else None
         self._watch_losses([f"{s.layer}.{s.name}" for s in trained])
         self._update = Update(self.shards, stage, args, groups, self.watch)
 
@@ -75,13 +77,18 @@ class NativeEngine(Engine):
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         batches = self.complete(batches)
         weight = self._begin_losses(batches)
-        self._loss.begin(1.0 / weight.clamp(min=1.0))
+        scale = torch.ones((), device=self.groups.device) if self._scaler is None else self._scaler.scale.clone()
+        self._loss.begin(scale / weight.clamp(min=1.0))
         if not self._stage.training:
             self._stage.train()
-        self._begin_balance(batches, 1.0 / (len(batches) * self.groups.size("data")))
+        self._begin_balance(batches, scale / (len(batches) * self.groups.size("data")))
         end_weight_gradients = self.shards.end_weight_gradients
         loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_backward, end_weight_gradients)
+        loss /= scale
+        self.finish_update()  # of weights that this step has not used
         gradients = self._summed_over_stages(self.shards.gradients())
+        if self._scaler is not None:
+            torch._foreach_div_([gradient for gradient in gradients if gradient is not None], scale)
         norm = self._update.judge(gradients)
         if on_gradients is not None:
             on_gradients(self._parts(gradients))
@@ -95,10 +102,13 @@ class NativeEngine(Engine):
             self._update.step(gradients, norm, skipped, lr)
         else:
             self.shards.clear_gradients(self.shards.trained)
+        if self._scaler is not None:
+            self._scaler.update(skipped, untrained)
         self._end_step(skipped | untrained | spike)
         finding = self.watch.end(skipped, untrained)
         norm = torch.where(untrained, 0.0, norm)
-        return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, None, finding)
+        new_scale = None if self._scaler is None else self._scaler.scale.clone()
+        return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, new_scale, finding)
 
     def _begin_backward(self, last: bool) -> None:
         """Prepare for the backward pass of a micro-batch. last: it is the step's last."""
@@ -211,8 +221,14 @@ class NativeEngine(Engine):
 
     def model_state(self) -> dict[str, Any]:
         window = self.spikes.state() if self.spikes is not None else []
+        scaler = {} if self._scaler is None else self._scaler.state()
         # GPT-NeoX's files have the first two entries; weights and moments are in separate files.
-        return {"module": None, "optimizer": None, "loss_scaler": {}, "spike_window": window}
+        return {"module": None, "optimizer": None, "loss_scaler": scaler, "spike_window": window}
+
+    def load_model_state(self, state: Mapping[str, Any]) -> None:
+        super().load_model_state(state)
+        if self._scaler is not None:
+            self._scaler.restore(state.get("loss_scaler", {}))
 
     def load_layout_state(self, state: Mapping[str, Any], checkpoint: OpenCheckpoint, name: str) -> None:
         raise CheckpointError(

@@ -40,7 +40,7 @@ class ShardedWeights:
     def __init__(
         self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
     ) -> None:
-        self._stage, self._zero_stage = stage, zero_stage
+        self._stage, self._zero_stage, self._has_backward = stage, zero_stage, False
         mesh = _mesh(groups, args.zero_optimization["zero_hpz_partition_size"] if zero_stage == 3 else 1)
         self._group = mesh.get_group(-1)
         self._members = dist.get_process_group_ranks(self._group)
@@ -107,6 +107,7 @@ class ShardedWeights:
         return is_precise(param) and self._dtype != torch.float32
 
     def begin_micro_batch(self, last: bool) -> None:
+        self._has_backward = True
         root = self._root
         root.set_requires_gradient_sync(last or self._zero_stage > 1)
         root.set_reshard_after_backward(last or self._zero_stage == 3)
@@ -123,8 +124,9 @@ class ShardedWeights:
     def gradients(self) -> list[Tensor | None]:
         for module in self._modules:  # frozen modules have no backward, after which they would be resharded
             module.reshard()
-        if not self.trained:  # a pipeline stage below the lowest trained layer has no backward
+        if not self._has_backward:  # as on a pipeline stage below the lowest trained layer
             clear_forward_order(self._modules)
+        self._has_backward = False
         replicated = self._replicated.reduced()
         return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
 

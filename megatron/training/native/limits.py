@@ -24,8 +24,6 @@ class Limit(NamedTuple):
 def limits(args: NeoXArgs) -> Iterator[Limit]:
     """Yields each setting of this configuration that only the DeepSpeed engine supports."""
     zero = args.zero_optimization
-    if args.params_dtype == "fp16":
-        yield Limit("precision", "fp16: only the DeepSpeed engine scales the loss, as fp16 needs")
     for key in ("offload_optimizer", "offload_param"):
         section = zero[key]
         if section is not None and section["device"] != "none":

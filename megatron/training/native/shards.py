@@ -252,7 +252,7 @@ class ReplicatedWeights:
 
     def begin_micro_batch(self, last: bool) -> None:
         assert last or not self._fused, "16-bit gradients of several micro-batches would be added in 16 bits"
-        self._last, self._launched = last, 0
+        self._last = last
         for bucket in self._buckets:
             bucket.begin_micro_batch()
 
@@ -281,6 +281,7 @@ class ReplicatedWeights:
         for work in self._works:
             work.wait()
         self._works.clear()
+        self._launched = 0  # a stage without a backward begins no micro-batch
         return [self._views[shard.param] for shard in self.trained]
 
     def clear_gradients(self, shards: Sequence[Shard]) -> None:

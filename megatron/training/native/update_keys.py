@@ -65,6 +65,8 @@ def _fused(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
         return problem
     if DTYPES[args.params_dtype] == torch.float32:
         return "16-bit weights"
+    if args.params_dtype == "fp16":
+        return "bf16, as fp16's gradients are scaled"
     if groups.size("pipe") > 1:
         return "pipe_parallel_size 1, as stages sum the gradients of their copies of a weight in fp32"
     if groups.size("data") > 1:

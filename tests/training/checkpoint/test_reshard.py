@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, native": (2, PP2 | {"engine": "native"}), "interleaved": (2, PP2 | {"pipeline_schedule": "interleaved"}),
     "zbv zero1": (4, PP2 | zero(1) | {"pipeline_schedule": "zbv"}),
     "dp4": (4, {}), "dp4 zero1": (4, zero(1)), "dp4 zero3": (4, zero(3)), "dp2 zero2": (2, zero(2)),
+    "dp2, deepspeed": (2, zero(1) | {"engine": "deepspeed"}),
     "dp2 x tp2 zero1": (4, TP2 | zero(1)), "dp2 x tp2 zero3": (4, TP2 | zero(3)),
     "ep2": (2, EP2), "ep2 zero3": (4, EP2 | zero(3)), "ep4 zero1": (4, EP4 | zero(1)),
     "ep2 tp2": (4, EP2 | TP2 | zero(2) | {"engine": "native"}),
@@ -43,6 +44,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "shared heads": ("one head", "fp32", "whole", "tp4", "one process"),  # more
     "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),
     "schedules": ("llama, tied", "fp32", "interleaved", "zbv zero1", "pp2, native"),
+    "fp16": ("neox", "fp16", "dp2 zero2", "dp2, deepspeed", "pp2, native"),
     "experts and stages": ("experts", "fp32", "pp2 ep2 zero1", "ep2 zero3"),
     "schedules back": ("rpe", "bfloat16", "zbv zero1", "interleaved", "one process"),
     "more pipelines": ("rpe", "fp32", "pp4", "pp2, native", "dp4"),  # product
@@ -66,7 +68,7 @@ def values(save: Path, layout: str, model: str, precision: str, **overrides: Any
     return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **overrides})
 
 
-@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:7], NAMES[7:]))
+@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:8], NAMES[8:]))
 def test_goes_on(name: str, tmp_path: Path) -> None:
     model, precision, *layouts = CHAINS[name]
     full_run, save = tmp_path / "through", tmp_path / "run"

@@ -65,7 +65,7 @@ MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     (MUON, 2, None, "native", "optimizer.type .* Muon"),
     ({"pipe_parallel_size": 2}, 0, None, "native", "auto: on CPUs"),
     ({"pipe_parallel_size": 2, **zero(2)}, 4, None, "native", r"auto: .*pipe_parallel_size \(program\) 2 .*stage 2"),
-    ({"precision": "fp16", "fp16": {"enabled": True}}, 1, None, "deepspeed", "auto: precision .* fp16"),
+    ({"precision": "fp16", "fp16": {"enabled": True}}, 1, None, "native", "auto: on one GPU"),
     ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 1, None, "deepspeed", "cpu_offload"),
 ], ids=str)  # fmt: skip
 def test_choice(overrides: dict[str, Any], gpus: int, recorded: str | None, name: str, reason: str) -> None:
