@@ -56,7 +56,10 @@ def reshard(
     repeat the call. Raises CheckpointError if the source is damaged, if its optimizer state cannot be
     resharded, or if the tensor-parallel size does not divide the model."""
     source, save = Path(source), Path(save)
-    args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
+    # Files are the same for every schedule.
+    args = args.replace(
+        model_parallel_size=to.tensor, pipe_parallel_size=to.pipe, pipeline_schedule="1f1b", pipeline_layers=None
+    )
     final = save / layout.step_tag(layout.step_of(source))
     opened = open_checkpoint(source)
     manifest = opened.manifest

@@ -86,7 +86,7 @@ def init_process_group(
             store=store or rendezvous_and_check(args, process, logger) or dist.HashStore(),
             rank=process.rank,
             world_size=process.world_size,
-            timeout=timedelta(minutes=args.first_step_timeout_mins),
+            timeout=timedelta(minutes=args.first_step_limit_mins),
         )
     return device
 

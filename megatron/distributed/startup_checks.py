@@ -51,7 +51,7 @@ def rendezvous_and_check(
             _compare(rendezvous, args, shared)
         else:
             rendezvous.answer_until_released(lambda question: _answer(question, args))
-        return rendezvous.release(timedelta(minutes=args.first_step_timeout_mins))
+        return rendezvous.release(timedelta(minutes=args.first_step_limit_mins))
     except dist.DistError as problem:
         raise StartError(
             f"rank {process.rank} (host {rendezvous.host}) lost its connection to rank 0 at "

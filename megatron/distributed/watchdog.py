@@ -38,7 +38,7 @@ class Watchdog:
     def __init__(self, args: NeoXArgs, world_size: int, logger: logging.Logger) -> None:
         self.restarts = int(os.environ.get("NEOX_RESTARTS", "0"))  # set by deepy.py --max-restarts
         self._watched = world_size > 1
-        self._long, self._min_limit = args.first_step_timeout_mins * 60.0, args.collective_timeout_s
+        self._long, self._min_limit = args.first_step_limit_mins * 60.0, args.collective_timeout_s
         self._limit = self._long  # of a step
         self._longest = 0.0
         self.listener: Callable[[str], None] | None = None

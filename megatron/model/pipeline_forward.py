@@ -47,7 +47,7 @@ def forward_only(
     """Runs micro-batches through all pipeline stages without gradients; returns what `read` computes from
     each.
 
-    stage: runs a chunk of this rank's stage, as `Stage.forward`.
+    stage: runs one of this rank's stages, as `Stage.forward`.
     read: called on the last stage with (final hidden states and output layer, batch); returns a tensor of
         `shape(batch)`.
     dtype: of the hidden states that stages exchange.
@@ -57,6 +57,7 @@ def forward_only(
     """
     rank, ranks, members = groups.rank("pipe"), groups.size("pipe"), groups.members["pipe"]
     placement = StagePlacement.configured(args, ranks)
+    last_rank = placement.rank_of(placement.stages - 1)
     results, sends = [], PendingSends(2 * ranks)
     handed_on: dict[int, HiddenStates] = {}  # hidden states for this rank's next chunk, by place in `at_once`
     todo = iter(batches)
@@ -67,7 +68,7 @@ def forward_only(
                 hidden = handed_on.pop(place, None)
                 if number > 0 and hidden is None:
                     buffer = hidden_buffer(args, groups, batch, dtype)
-                    dist.recv(buffer, src=members[source], group=_link(groups, source, rank))
+                    dist.recv(buffer, src=members[source], group=_link(groups, placement, source, rank))
                     hidden = HiddenStates(buffer)
                 out = stage(hidden, batch, partial(_read, read, batch), chunk)
                 if not isinstance(out, HiddenStates):
@@ -76,17 +77,20 @@ def forward_only(
                     handed_on[place] = out
                 else:
                     sent = out.hidden_states.contiguous()
-                    sends.add(dist.isend(sent, dst=members[to], group=_link(groups, rank, to)), sent)
-        if not groups.is_last_stage:
+                    sends.add(dist.isend(sent, dst=members[to], group=_link(groups, placement, rank, to)), sent)
+        if rank != last_rank:
             results += [torch.empty(shape(batch), dtype=torch.float32, device=groups.device) for batch in at_once]
     sends.wait()
-    return [groups.from_last_stage(result) for result in results]
+    if ranks > 1:
+        for result in results:
+            dist.broadcast(result, src=members[last_rank], group=groups.group("pipe"))
+    return results
 
 
-def _link(groups: ParallelGroups, source: int, to: int) -> dist.ProcessGroup | None:
+def _link(groups: ParallelGroups, placement: StagePlacement, source: int, to: int) -> dist.ProcessGroup | None:
     """Returns the group for messages between two pipeline ranks.
 
     From the last rank round to the first it is another one, because NCCL runs the messages of two ranks in
     one group in the order in which they are posted.
     """
-    return groups.group("pipe") if to > source or groups.is_v_pipeline else groups.embedding
+    return groups.group("pipe") if to > source or placement.is_v else groups.embedding

@@ -27,8 +27,8 @@ class ParallelGroups:
     ranks: this rank's coordinate on each axis.
     handles: process group of each axis; None if the axis has one member.
     members: global ranks of each axis's group, in axis order.
-    embedding: group of the first and last pipeline stage (tied embeddings); None on middle stages, or if one
-        rank holds both.
+    embedding: group of the first and last pipeline stage (for tied embeddings, and for hidden states that go
+        round with virtual stages); None on middle stages, or if one rank holds both.
     world_rank, world_size: global rank of this process, and number of all processes.
     is_v_pipeline: the first pipeline rank also holds the last stage.
     """

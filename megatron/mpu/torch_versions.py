@@ -4,8 +4,10 @@ Nothing else in megatron/ depends on the version of torch.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 # torch 2.13 has these new names and warns about the old ones; torch 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+PassKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -71,6 +74,56 @@ def end_backward(root: FSDPModule) -> None:
     It does with them what it does at the end of a backward. root: the outermost module.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def torch_pipeline_tables(
+    schedule: str, ranks: int, chunks: int, micro_batches: int
+) -> list[list[tuple[PassKind, int, int]]]:
+    """Returns (pass, stage, micro-batch) of each pipeline rank in the order of one of torch's schedules.
+
+    interleaved: ranks run their stages in turns, each for as many micro-batches as there are ranks (arXiv
+    2104.04473). zero_bubble: ZB1P of arXiv 2401.10241. zbv: its ZB-V. dualpipev: the order of DeepSeek's
+    DualPipe (arXiv 2412.19437), cut in half; a forward and a backward that it runs at once come one after the
+    other.
+    Raises RuntimeError if this release of torch has other tables.
+    """
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining.schedules import _ComputationType as Computation
+
+    # The constructors want torch's own stages; the tables need these numbers only.
+    sizes: Any = SimpleNamespace(
+        pp_group_size=ranks,
+        n_local_stages=chunks,
+        num_stages=ranks * chunks,
+        _n_microbatches=micro_batches,
+        microbatches_per_round=micro_batches // max(1, micro_batches // ranks),
+    )
+    schedules: dict[str, Any] = {
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+        "zbv": pipelining.ScheduleZBVZeroBubble,
+        "dualpipev": pipelining.ScheduleDualPipeV,
+    }
+    kinds: dict[Computation, PassKind] = {
+        Computation.FORWARD: "forward",
+        Computation.FULL_BACKWARD: "backward",
+        Computation.BACKWARD_INPUT: "backward_input",
+        Computation.BACKWARD_WEIGHT: "backward_weight",
+    }
+    tables: list[list[tuple[PassKind, int, int]]] = []
+    for rank in range(ranks):
+        table = schedules[schedule]._calculate_single_rank_operations(sizes, rank)
+        actions = [part for action in table if action for part in action.sub_actions or (action,)]
+        tables.append([(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in actions])
+    number = Counter(kind for table in tables for kind, _, _ in table)
+    passes = ranks * chunks * micro_batches
+    expected = (passes, passes - number["backward"], passes - number["backward"])
+    if (number["forward"], number["backward_input"], number["backward_weight"]) != expected:
+        raise RuntimeError(
+            f"torch {torch.__version__} has another table for pipeline_schedule: {schedule}; write 1f1b, or use torch "
+            "2.11 to 2.13"
+        )
+    return tables
 
 
 def ignore_view_warning() -> None:

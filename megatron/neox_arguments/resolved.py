@@ -54,6 +54,14 @@ class ResolvedArgs(
         return self.world_size // (self.pp * self.tp)
 
     @property
+    def first_step_limit_mins(self) -> float:
+        """The minutes for ranks to wait for each other until the first step is done.
+
+        Deep pipelines take long to begin: 22 stages on a Slingshot network took up to 90 minutes.
+        """
+        return self.first_step_timeout_mins or 30.0 + 3.0 * (self.pp - 1)
+
+    @property
     def save_dir(self) -> str | None:
         """`save`, or the local staging folder of a remote `save`."""
         return self._local(self.save)

@@ -69,8 +69,8 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> tuple[C
 def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None]) -> NeoXArgs:
     """Returns the configuration with `compile: auto` replaced by the value of `choose_compile`, and logs it.
 
-    Raises ConfigError if a key needs compiled blocks and compile is off, or if the engine's hooks prevent
-    compiling.
+    Raises ConfigError if a key needs compiled blocks and compile is off, or if the engine or the
+    pipeline schedule prevents compiling.
     """
     choice, reason = choose_compile(args, device, engine)
     if args.activation_memory_budget is not None and not choice:
@@ -142,7 +142,6 @@ def _obstacle(args: NeoXArgs, engine: str) -> tuple[str, str] | None:
         schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
         return f"{schedule} computes weight gradients after a block's backward", "write pipeline_schedule: interleaved"
     return None
-
 
 
 def _compilers(device: torch.device) -> list[str]:

@@ -73,7 +73,7 @@ def test_receives_meet_sends_under_each_schedule(schedule: str, fake_cuda: FakeC
 
 @pytest.mark.parametrize("name", with_more(LAYOUTS, *[name for name in LAYOUTS if name != "ZeRO 3"]))
 def test_receives_meet_sends(name: str, fake_cuda: FakeCuda) -> None:
-    """All stages of one tensor and data rank exchange messages with their neighbours, and with no peer."""
+    """All stages of one tensor and data rank exchange messages with their neighbours, and with no other."""
     values = LAYOUTS[name]
     ranks = range(1, 4 * values["pipe_parallel_size"], 4)  # two tensor ranks, two data ranks
     reports = {rank: clean(fake_cuda, Case(4 * len(ranks), rank, values, native=True)) for rank in ranks}

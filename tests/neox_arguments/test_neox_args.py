@@ -156,3 +156,11 @@ def test_a_key_that_repeats_another_follows_it(write):
     args = load(write(a=text + "lr: 1e-4\n"), ["optimizer.params.lr=2e-4"])
     assert args.lr == 2e-4 and args.replace(**{"optimizer.params.lr": 3e-4}).lr == 3e-4
     assert load(write(a=text + "lr: 1e-4\n")).replace(**{"optimizer.params.lr": 3e-4}).lr == 3e-4
+
+
+def test_deep_pipelines_have_longer_to_begin() -> None:
+    limits = [
+        NeoXArgs.from_dict({"hidden_size": 8, "num_attention_heads": 1, "num_layers": 24, **keys}).first_step_limit_mins
+        for keys in ({}, {"pipe_parallel_size": 22}, {"pipe_parallel_size": 22, "first_step_timeout_mins": 5})
+    ]
+    assert limits == [30.0, 93.0, 5.0], "22 stages took up to 90 minutes"

@@ -35,7 +35,7 @@ TABLE = """
    101 model_parallel_size 2]
 - [{pipe_parallel_size: 3}, {pipe_parallel_size: 2}, pipe_parallel_size, 3 num_layers 2]
 - [{pipe_parallel_size: 2, pipeline_schedule: interleaved}, {pipeline_schedule: zero_bubble}, pipe_parallel_size,
-   4 stages virtual_pipeline_stages 2 num_layers]
+   2 ranks 4 stages interleaved num_layers]
 - [{pipe_parallel_size: 2, pipeline_layers: [2, 1]}, {pipeline_layers: [1, 1]}, pipeline_layers, 2 1 num_layers]
 - [{pipe_parallel_size: 3, pipeline_layers: [1, 0, 1]}, {pipeline_layers: [0, 1, 1]}, pipeline_layers, 1 0 first last]
 - [{pipe_parallel_size: 2, pipeline_layers: [2, 0], pos_emb: rpe}, {pos_emb: learned}, pipeline_layers, 2 0 pos_emb rpe]

@@ -80,7 +80,7 @@ def reward_model_args(
 
     name, iteration: as in `chat_model_args`.
     precision: precision to load the weights in; None: the model's own.
-    tensor, pipe: number of tensor ranks, and of pipeline stages.
+    tensor, pipe: number of tensor ranks, and of pipeline ranks.
     adapter: adapters to merge into the weights, as in the configuration key `adapter`.
     """
     args = with_options(chat_model_args(name, iteration), adapter, precision)

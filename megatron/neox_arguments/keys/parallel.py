@@ -44,9 +44,10 @@ class RunnerKeys:
     rendezvous_timeout_s: float = new_key(
         45.0, "At the start, seconds to wait for the next machine or rank after the latest arrival", gt=0
     )
-    first_step_timeout_mins: float = new_key(
-        30.0,
-        "Minutes for ranks to wait for each other until the first step is done, and while they save or validate",
+    first_step_timeout_mins: float | None = new_key(
+        None,
+        "Minutes for ranks to wait for each other until the first step is done, and while they save or validate; "
+        "unset: 30, and 3 more for each pipeline rank after the first",
         gt=0,
     )
     collective_timeout_s: float = new_key(

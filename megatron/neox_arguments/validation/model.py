@@ -214,7 +214,7 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Checks that the model can be split over tensor-parallel ranks and pipeline stages."""
     tp, key = args.tp, "model_parallel_size"
     if args.attends:
-        _heads_virtual_stages(args, problems)
+        _heads_of_ranks(args, problems)
     if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
         problems.add(
             "padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}; change one"
@@ -222,12 +222,11 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.pipeline_layers is not None:
         _blocks_of_stages(args, args.pipeline_layers, problems)
     elif (stages := args.pp * args.stages_per_rank) > args.num_layers:
-        setting = f" (virtual_pipeline_stages: {args.stages_per_rank} each)" * (args.stages_per_rank > 1)
-        problems.add(
-            "pipe_parallel_size",
-            f"{stages} stages on {args.pp} ranks{setting} are more than num_layers {args.cite('num_layers')}; use "
-            "fewer",
-        )
+        text = f"{stages} stages are more than num_layers {args.cite('num_layers')}; use fewer"
+        if args.stages_per_rank > 1:
+            schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
+            text = f"{args.pp} ranks with {args.stages_per_rank} stages each ({schedule}) are {text}"
+        problems.add("pipe_parallel_size", text)
     if args.sequence_parallel and args.seq_length % tp:
         problems.add(
             "sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}; change one"
@@ -248,7 +247,7 @@ def _blocks_of_stages(args: ResolvedArgs, blocks: tuple[int, ...], problems: Err
         problems.add(key, f"{text}: with {place} every stage needs a block; give each at least 1")
 
 
-def _heads_virtual_stages(args: ResolvedArgs, problems: ErrorCollector) -> None:
+def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Checks that each tensor-parallel rank gets whole query heads, and either whole key-value heads or an
     equal slice of one head."""
     tp, key, min_kv_heads = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))

@@ -91,7 +91,7 @@ class PushToHub(Callback):
         if run.groups.world_rank == 0:
             self._run = run
             # While rank 0 waits for uploads, other ranks wait for rank 0, at most first_step_timeout_mins.
-            self.wait_s = min(self.wait_s, 0.5 * 60.0 * run.args.first_step_timeout_mins)
+            self.wait_s = min(self.wait_s, 0.5 * 60.0 * run.args.first_step_limit_mins)
             self._waiting = [
                 step for step in self._unpublished() if not self.only_last or step == run.args.train_iters
             ]  # fmt: skip

@@ -21,7 +21,7 @@ from megatron.training.native.limits import idle_keys, layout_problems, limits, 
 from megatron.training.native.loss_scaler import LossScaler
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import schedule_problems
-from megatron.training.native.shards import ReplicatedWeights, Shard, Weights
+from megatron.training.native.shards import GradientPass, ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
 from megatron.training.optimizers import state_tensors
 
@@ -82,8 +82,7 @@ class NativeEngine(Engine):
         if not self._stage.training:
             self._stage.train()
         self._begin_balance(batches, scale / (len(batches) * self.groups.size("data")))
-        end_weight_gradients = self.shards.end_weight_gradients
-        loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_backward, end_weight_gradients)
+        loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_gradients, self.shards.end_gradients)
         loss /= scale
         self.finish_update()  # of weights that this step has not used
         gradients = self._summed_over_stages(self.shards.gradients())
@@ -110,9 +109,8 @@ class NativeEngine(Engine):
         new_scale = None if self._scaler is None else self._scaler.scale.clone()
         return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, new_scale, finding)
 
-    def _begin_backward(self, last: bool) -> None:
-        """Prepare for the backward pass of a micro-batch. last: it is the step's last."""
-        self.shards.begin_micro_batch(last)
+    def _begin_gradients(self, gradient_pass: GradientPass) -> None:
+        self.shards.begin_gradients(gradient_pass)
         self.finish_update()  # of weights that no forward has used, before their gradients arrive
 
     def _summed_over_stages(self, gradients: list[Tensor | None]) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from megatron.model.moe.experts import Experts
 from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
 from megatron.mpu.torch_versions import clear_forward_order, end_backward, ignore_view_warning
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.native.shards import ExpertParts, GradientBucket, RowParts, Shard
+from megatron.training.native.shards import ExpertParts, GradientBucket, GradientPass, RowParts, Shard
 
 
 class ShardedWeights:
@@ -25,9 +25,9 @@ class ShardedWeights:
 
     A block's weights are gathered, in the run's dtype, before the block runs: in stage 3 for each pass, in
     stages 1 and 2 once per step. Its gradients are summed over data ranks in fp32 as soon as backward has
-    left the block. Stage 1 sums them only in the last micro-batch; until then each rank holds full fp32
-    gradients. Embedding, last norm and head are gathered together. A module that blocks share, such as a
-    table of relative positions, is gathered by itself.
+    left the block. Stage 1 sums them only in the last pass of a pipeline stage; until then each rank holds
+    full fp32 gradients. Embedding, last norm and head are gathered together. A module that blocks share, such
+    as a table of relative positions, is gathered by itself.
 
     The few parameters that stay fp32 in a 16-bit run (`ParamSpec.precise`) are replicated on every rank.
     Their gradients are summed after the last backward.
@@ -81,6 +81,14 @@ class ShardedWeights:
         ignore_view_warning()  # of stages with experts, whose balancing losses are attached to hidden states
         stage.dtype = dtype
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        shared = shared_modules(stage)
+        # Not of the stage itself and of shared modules, which several stages of the pipeline may use.
+        self._layer_of = {
+            module: spec.index
+            for spec in stage.blocks
+            for module in stage.layers[str(spec.index)].modules()
+            if isinstance(module, FSDPModule) and module not in shared
+        }
         for module in self._modules:
             # Sum over data ranks instead of averaging: `StepLoss` has divided by the weight of all ranks.
             module.set_gradient_divide_factor(1.0)
@@ -106,20 +114,20 @@ class ShardedWeights:
     def _is_replicated(self, param: Tensor) -> bool:
         return is_precise(param) and self._dtype != torch.float32
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def begin_gradients(self, gradient_pass: GradientPass) -> None:
         self._has_backward = True
-        root = self._root
-        root.set_requires_gradient_sync(last or self._zero_stage > 1)
-        root.set_reshard_after_backward(last or self._zero_stage == 3)
+        for module in self._modules:
+            layer = self._layer_of.get(module)
+            if layer is None or layer in gradient_pass.layers:
+                last = gradient_pass.ends_step if layer is None else gradient_pass.ends_stage
+                module.set_requires_gradient_sync(last or self._zero_stage > 1, recurse=False)
+                module.set_reshard_after_backward(last or self._zero_stage == 3, recurse=False)
         self._replicated.begin_micro_batch()
 
-    def end_weight_gradients(self) -> None:
-        end_backward(self._root)
-
-    @property
-    def _root(self) -> FSDPModule:
-        assert isinstance(self._stage, FSDPModule)
-        return self._stage
+    def end_gradients(self, gradient_pass: GradientPass) -> None:
+        if gradient_pass.is_deferred:
+            assert isinstance(self._stage, FSDPModule)
+            end_backward(self._stage)
 
     def gradients(self) -> list[Tensor | None]:
         for module in self._modules:  # frozen modules have no backward, after which they would be resharded

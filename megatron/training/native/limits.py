@@ -71,8 +71,9 @@ def native_only_feature(args: NeoXArgs) -> str | None:
 def layout_problems(args: NeoXArgs) -> Iterator[str]:
     """Yields an error line for each setting that the native engine cannot combine with this parallel layout.
 
-    These are `zero_hpz_partition_size`, if it does not fit the ZeRO stage or the data ranks, and selective
-    recomputation with expert parallelism and ZeRO.
+    These are `zero_hpz_partition_size`, if it does not fit the ZeRO stage or the data ranks, selective
+    recomputation with expert parallelism and ZeRO, and ZeRO 2 and 3 and asynchronous tensor parallelism with
+    deferred weight gradients.
     """
     selective = args.checkpoint_activations and args.recompute_granularity == "selective"
     if selective and args.expert_parallel_size > 1 and args.zero_stage > 0:

@@ -22,8 +22,9 @@ from megatron.model.pipeline_forward import hidden_buffer
 from megatron.model.pipeline_partition import StagePlacement, partition_layers
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.mpu.pending_sends import PendingSends
-from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.pipeline_schedule import Action, action_tables
+from megatron.training.native.shards import GradientPass
 
 ScaledLoss = Callable[[HeadInput, Batch], Tensor]
 """Returns the loss of a micro-batch, on which backward is called."""
@@ -96,6 +97,18 @@ class Input(NamedTuple):
     micro_batch: int
 
 
+class Plan(NamedTuple):
+    """The work of a rank in a step.
+
+    actions: in order. passes: of the actions that compute gradients. messages: what it receives from each
+    other rank, in order.
+    """
+
+    actions: list[Action]
+    passes: dict[Action, GradientPass]
+    messages: dict[int, list[Input]]
+
+
 class Pipeline:
     """Runs forward and backward of a step on this rank's stages; with one stage without any message.
 
@@ -104,7 +117,7 @@ class Pipeline:
     trained sends no gradients.
     """
 
-    def __init__(self, stage: Stage, args: ModelArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
+    def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         """dtype: of hidden states. All ranks call it together."""
         self._stage, self._args, self._groups, self._dtype = stage, args, groups, dtype
         self._rank, ranks = groups.rank("pipe"), groups.size("pipe")
@@ -115,6 +128,7 @@ class Pipeline:
         self._has_backward = [specs[-1].index >= stage.lowest_trained for specs in stages]
         self._sends_gradients = [specs[0].index > stage.lowest_trained for specs in stages]
         self._chunk_of = {number: chunk for chunk, number in enumerate(self._placement.stages_of(self._rank))}
+        self._plans: dict[int, Plan] = {}  # by number of micro-batches
         self._coming: dict[int, deque[Input]] = {}
         self._received: dict[Input, tuple[dist.Work | None, Tensor]] = {}
         # By stage and micro-batch.
@@ -126,19 +140,18 @@ class Pipeline:
         self,
         batches: list[Batch],
         scaled_loss: ScaledLoss,
-        begin_backward: Callable[[bool], None],
-        end_weight_gradients: Callable[[], None],
+        begin_gradients: Callable[[GradientPass], None],
+        end_gradients: Callable[[GradientPass], None],
     ) -> Tensor:
         """Returns the sum of the micro-batches' losses on the last stage, and 0 on others.
 
-        begin_backward: called before each action that computes gradients; gets whether it is the step's last.
-        end_weight_gradients: called after the deferred weight gradients of a micro-batch.
+        begin_gradients, end_gradients: called before and after each action that computes gradients.
         """
         loss = torch.zeros((), device=self._groups.device)
-        tables = action_tables(self._args, self._placement, len(batches))
-        self._coming = {rank: self._messages(table) for rank, table in enumerate(tables) if rank != self._rank}
-        actions = [a for a in tables[self._rank] if a.kind == "forward" or self._has_backward[a.stage]]
-        last = [action for action in actions if action.kind != "forward"][-1:]
+        if len(batches) not in self._plans:
+            self._plans[len(batches)] = self._plan(len(batches))
+        actions, passes, messages = self._plans[len(batches)]
+        self._coming = {rank: deque(inputs) for rank, inputs in messages.items()}
         for action, next_action in zip_longest(actions, actions[1:]):
             for due in (action, next_action):
                 if due is not None:
@@ -146,15 +159,29 @@ class Pipeline:
             if action.kind == "forward":
                 loss += self._forward(action, batches[action.micro_batch], scaled_loss)
                 continue
-            begin_backward(action in last)
+            begin_gradients(passes[action])
             if action.kind == "backward_weight":
                 self._backward_weight(action)
-                end_weight_gradients()
             else:
                 self._backward(action)
+            end_gradients(passes[action])
         if self._links is not None:
             self._links.finish()
         return loss
+
+    def _plan(self, micro_batches: int) -> Plan:
+        """Returns what this rank does in a step of so many micro-batches."""
+        tables = action_tables(self._args, self._placement, micro_batches)
+        messages = {rank: self._messages(table) for rank, table in enumerate(tables) if rank != self._rank}
+        actions = [a for a in tables[self._rank] if a.kind == "forward" or self._has_backward[a.stage]]
+        passes: dict[Action, GradientPass] = {}
+        begun_stages = set[int]()
+        for action in (action for action in reversed(actions) if action.kind != "forward"):
+            layers = frozenset(spec.index for spec in self._stage.chunks[self._chunk_of[action.stage]])
+            is_deferred = action.kind == "backward_weight"
+            passes[action] = GradientPass(layers, action.stage not in begun_stages, not begun_stages, is_deferred)
+            begun_stages.add(action.stage)
+        return Plan(actions, passes, messages)
 
     def _input(self, action: Action) -> Input | None:
         """Returns the tensor of another stage that an action needs; None if it needs none."""
@@ -171,13 +198,13 @@ class Pipeline:
             return Input("gradient", action.stage - 1, action.micro_batch)
         return None
 
-    def _messages(self, table: list[Action]) -> deque[Input]:
+    def _messages(self, table: list[Action]) -> list[Input]:
         """Returns what this rank gets from another, in the order in which that rank sends it.
 
         table: the actions of that rank.
         """
         outputs = (self._output(action) for action in table)
-        return deque(output for output in outputs if output is not None and output.stage in self._chunk_of)
+        return [output for output in outputs if output is not None and output.stage in self._chunk_of]
 
     def _receive(self, action: Action, batches: list[Batch]) -> None:
         """Begin to receive the tensor that an action needs, and those that its sender sends before."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron.model.pipeline_partition import StagePlacement
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.native.pipeline_schedule import Action, action_tables
+from megatron.training.native.pipeline_schedule import Action, action_tables, micro_batches_of
 
 # In units of time: a backward has two matrix products for each of the forward, one for each gradient.
 _DURATION = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
@@ -65,14 +65,16 @@ def schedule_lines(args: NeoXArgs) -> list[str]:
     Raises ConfigError if the number of micro-batches is not known, or not supported.
     """
     placement, step = _step_of(args)
-    micro_batches = args.gradient_accumulation_steps or 1
+    micro_batches = micro_batches_of(args) or 1
     width = len(f"F{micro_batches - 1}") + (placement.chunks > 1)
     stages = f"{placement.stages} stage{'s' * (placement.stages > 1)}"
     ranks = f" on {placement.ranks} ranks" * (placement.chunks > 1)
     lines = [
-        f"{_name(args)}, {stages}{ranks}, {micro_batches} micro-batches a step: idle for {step.idle:.1%} of the time, "
-        "if stages are equal, a backward takes two forwards, and messages take no time"
+        f"{args.pipeline_schedule}, {stages}{ranks}, {micro_batches} micro-batches a step: idle for {step.idle:.1%} of "
+        "the time, if stages are equal, each gradient takes as long as a forward, and messages take no time"
     ]
+    if args.defers_weight_gradients and args.lora is not None:
+        lines.append("with lora almost no weight gradients are deferred, so W takes no time and ranks wait for longer")
     for rank, actions in enumerate(step.begins):
         cells = ["." * width] * step.length
         for begin, action in actions:
@@ -81,7 +83,7 @@ def schedule_lines(args: NeoXArgs) -> list[str]:
                 cells[i] = "-" * width
         holder = "stage" if placement.chunks == 1 else "rank"
         stage_share = f" of one of its {placement.chunks} stages" * (placement.chunks > 1)
-        held = f"holds activations of {step.held[rank]} forwards{stage_share}"
+        held = f"holds activations of {step.held[rank]} forward{'s' * (step.held[rank] != 1)}{stage_share}"
         lines.append(f"{holder} {rank:<3} {' '.join(cells)}  {held}")
     return lines
 
@@ -113,7 +115,7 @@ def draw_schedule(args: NeoXArgs, path: Path) -> None:
     axes.set_xlim(0, step.length)
     axes.invert_yaxis()
     axes.set_xlabel("time, in forward passes of a stage")
-    axes.set_title(f"{_name(args)}: idle for {step.idle:.1%}")
+    axes.set_title(f"{args.pipeline_schedule}: idle for {step.idle:.1%}")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     try:
         figure.savefig(path, dpi=120)
@@ -121,10 +123,6 @@ def draw_schedule(args: NeoXArgs, path: Path) -> None:
         raise ConfigError([f"--schedule-picture {path}: cannot be written ({problem}); name a .png or .svg"]) from None
     finally:
         pyplot.close(figure)
-
-
-def _name(args: NeoXArgs) -> str:
-    return "1F1B" if args.pp == 1 else f"pipeline_schedule {args.pipeline_schedule}"
 
 
 def _label(rank: int, action: Action, placement: StagePlacement) -> str:
@@ -135,8 +133,9 @@ def _label(rank: int, action: Action, placement: StagePlacement) -> str:
 
 
 def _step_of(args: NeoXArgs) -> tuple[StagePlacement, Timeline]:
-    if args.gradient_accumulation_steps is None:
+    micro_batches = micro_batches_of(args)
+    if micro_batches is None:
         text = "is not set, so the number of micro-batches is not known; add --set gradient_accumulation_steps=N"
         raise args.error("gradient_accumulation_steps", text)
     placement = StagePlacement.configured(args, args.pp)
-    return placement, timeline(action_tables(args, placement, args.gradient_accumulation_steps), placement)
+    return placement, timeline(action_tables(args, placement, micro_batches), placement)

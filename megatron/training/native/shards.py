@@ -1,9 +1,10 @@
 """Holds a stage's weights on a data rank, in full or sharded, and sums gradients over data ranks."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,19 @@ class Shard:
         return full.reshape(-1).narrow(0, self.start, self.local.numel()).view(self.local.shape)
 
 
+class GradientPass(NamedTuple):
+    """A pass of a micro-batch through a pipeline stage that computes gradients.
+
+    layers: NeoX indices of the stage's layers. ends_stage, ends_step: it is the step's last such pass of this
+    stage, or of this rank. is_deferred: it computes weight gradients that a backward has left for later.
+    """
+
+    layers: frozenset[int]
+    ends_stage: bool = True
+    ends_step: bool = True
+    is_deferred: bool = False
+
+
 class Weights(Protocol):
     """The weights and gradients of a stage on this data rank.
 
@@ -72,12 +86,11 @@ class Weights(Protocol):
     frozen: list[Shard]
     workers: tuple[int, int]
 
-    def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for the backward of a micro-batch. Call it before each. last: it is the step's last."""
+    def begin_gradients(self, gradient_pass: GradientPass) -> None:
+        """Prepare for a pass that computes gradients. Call it before each."""
 
-    def end_weight_gradients(self) -> None:
-        """Take weight gradients that were computed after a backward; call it after them, and
-        `begin_micro_batch` before."""
+    def end_gradients(self, gradient_pass: GradientPass) -> None:
+        """Take the gradients of a pass. Call it after each."""
 
     def gradients(self) -> list[Tensor | None]:
         """Returns the step's gradient for each shard in `trained`, summed over data ranks.
@@ -205,9 +218,10 @@ class ReplicatedWeights:
     """Holds all weights of a stage on every data rank. It implements `Weights`.
 
     16-bit weights also have fp32 master weights and fp32 gradients. Gradients are added to one flat fp32
-    buffer per layer as they arrive. In the last micro-batch each buffer is summed over data ranks while
-    backward continues with the layers below. There are no buffers with `fused_update`, or if a single data
-    rank trains in fp32.
+    buffer per layer as they arrive. In a pipeline stage's last backward each buffer is summed over data ranks
+    while backward continues with the layers below. With deferred weight gradients it is summed while the rank
+    continues with its other stages. There are no buffers with `fused_update`, or if a single data rank trains
+    in fp32.
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
@@ -221,7 +235,9 @@ class ReplicatedWeights:
         self._buckets: list[GradientBucket] = []
         self._views: dict[nn.Parameter, Tensor] = {}
         self._works: list[dist.Work] = []
-        self._last, self._launched = False, 0
+        self._layers: list[int] = []  # of the buckets
+        self._due = deque[int]()  # buckets to sum as soon as they are full, in this order on every data rank
+        self._launched = set[int]()
         self._fused = args.fused_update is True
         if (self._has_masters or self._group is not None) and not self._fused:
             # Backward comes to the last layer first; a tied head counts as layer 0, to which backward comes
@@ -236,6 +252,7 @@ class ReplicatedWeights:
                 group = groups.group("expert_data") if is_expert else self._group
                 bucket = GradientBucket(params, group, groups.device, self._reduce_ready)
                 self._buckets.append(bucket)
+                self._layers.append(layer)
                 self._views.update(zip(params, bucket.views, strict=True))
 
     def _shard(
@@ -250,23 +267,26 @@ class ReplicatedWeights:
             return self._experts.shard(layer, spec, param, local, groups)
         return Shard(layer, spec, param, local, 0, param.shape, self._rank)
 
-    def begin_micro_batch(self, last: bool) -> None:
-        assert last or not self._fused, "16-bit gradients of several micro-batches would be added in 16 bits"
-        self._last = last
-        for bucket in self._buckets:
-            bucket.begin_micro_batch()
+    def begin_gradients(self, gradient_pass: GradientPass) -> None:
+        assert gradient_pass.ends_stage or not self._fused, "gradients of micro-batches would be added in 16 bits"
+        for i, layer in enumerate(self._layers):
+            if layer in gradient_pass.layers:
+                self._buckets[i].begin_micro_batch()
+                if gradient_pass.ends_stage:
+                    self._due.append(i)
 
-    def end_weight_gradients(self) -> None:
-        pass  # the hooks of the buffers have added them
+    def end_gradients(self, gradient_pass: GradientPass) -> None:
+        while self._due:
+            self._reduce(self._due.popleft())
 
     def _reduce_ready(self) -> None:
         # Buffers are summed in the same order on every rank, whatever the order of each rank's backward.
-        while self._last and self._launched < len(self._buckets) and self._buckets[self._launched].is_full:
-            self._reduce_next()
+        while self._due and self._buckets[self._due[0]].is_full:
+            self._reduce(self._due.popleft())
 
-    def _reduce_next(self) -> None:
-        bucket = self._buckets[self._launched]
-        self._launched += 1
+    def _reduce(self, i: int) -> None:
+        bucket = self._buckets[i]
+        self._launched.add(i)
         bucket.zero_empty()
         if bucket.group is not None:
             work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
@@ -276,12 +296,13 @@ class ReplicatedWeights:
     def gradients(self) -> list[Tensor | None]:
         if not self._buckets:
             return [shard.param.grad for shard in self.trained]
-        while self._launched < len(self._buckets):
-            self._reduce_next()
+        for i in range(len(self._buckets)):  # of layers without a pass: a tied head, or below the lowest trained layer
+            if i not in self._launched:
+                self._reduce(i)
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._launched = 0  # a stage without a backward begins no micro-batch
+        self._launched.clear()
         return [self._views[shard.param] for shard in self.trained]
 
     def clear_gradients(self, shards: Sequence[Shard]) -> None:

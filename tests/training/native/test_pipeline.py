@@ -23,7 +23,7 @@ from megatron.training.compile_blocks import resolve_compile
 from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
-from megatron.training.native.pipeline_schedule import Action, action_tables
+from megatron.training.native.pipeline_schedule import Action, action_tables, schedule_problems
 from megatron.training.native.schedule_report import draw_schedule, schedule_lines, timeline
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
@@ -239,7 +239,7 @@ def test_the_order_of_interleaved_1f1b(ranks: int, chunks: int, micro_batches: i
 
 def test_rounds_of_other_lengths_are_refused() -> None:
     args = NeoXArgs.from_dict(pipeline_config(4, 9, **INTERLEAVED))
-    with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .*gradient_accumulation_steps to 8.* 4"):
+    with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .* 4 .*gradient_accumulation_steps to 8"):
         action_tables(args, StagePlacement.configured(args, 4), 9)
     with pytest.raises(ConfigError, match=r"pipeline_schedule.* 9 .*gradient_accumulation_steps to 8"):
         NativeEngine.check(args.for_world(4))
@@ -252,7 +252,7 @@ def test_rounds_of_other_lengths_are_refused() -> None:
     ({"virtual_pipeline_stages": 2}, r"virtual_pipeline_stages: 2.*1f1b.*interleaved"),
     ({"pipeline_schedule": "interleaved", "pipeline_layers": [4, 4]}, r"pipeline_layers: .* 2 stages.* 4 "),
     ({"pipeline_schedule": "zero_bubble", **zero(2)}, r"pipeline_schedule: zero_bubble.* 2; .*zero_optimization"),
-    ({"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 3}, r"pipeline_schedule: dualpipev.* 4 .* 3"),
+    ({"pipeline_schedule": "dualpipev", "gradient_accumulation_steps": 3}, r"pipeline_schedule: dualpipev.* 3 .* 4 "),
     ({"pipeline_schedule": "zbv", "async_tensor_parallel": True}, r"async_tensor_parallel: .*zbv"),
     ({"pipeline_schedule": "zbv", "compile": "block"}, r"compile: .*zbv"),
     ({"pipeline_schedule": "interleaved", "engine": "deepspeed"}, r"pipeline_schedule interleaved.*native"),
@@ -289,9 +289,19 @@ def test_an_interleaved_schedule_as_text_and_as_a_picture(tmp_path: Path) -> Non
     assert re.search("4 stages on 2 ranks, 2 micro-batches.*20.0%", first_line), "3 of 15 units"
     cells = [row.split("holds")[0].split()[2:] for row in rows]
     assert cells[1] == "... F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- ... ...".split()
-    assert [re.search(r"(\d+) forwards", row)[1] for row in rows] == ["4", "3"]  # type: ignore[index]
+    assert [re.search(r"(\d+) forward", row)[1] for row in rows] == ["4", "3"]  # type: ignore[index]
     draw_schedule(args, tmp_path / "step.svg")
     assert "F" not in (picture := (tmp_path / "step.svg").read_text()) or "1b" in picture
+
+
+def test_two_sets_a_step_are_twice_the_micro_batches() -> None:
+    unlearning = {"ga_dataset": "d", "ga_interval": 2, "ga_iters": 1, "gd_mode": True, "gd_retain_dataset": "d"}
+    keys = {**unlearning, "pipeline_schedule": "dualpipev", "num_layers": 8}
+    args = NeoXArgs.from_dict(pipeline_config(2, 2, **keys)).for_world(2)
+    assert schedule_problems(args) == []
+    assert re.search("4 stages on 2 ranks, 4 micro-batches", schedule_lines(args)[0])
+    args = NeoXArgs.from_dict(pipeline_config(4, 7, **{**keys, "pipeline_schedule": "interleaved"})).for_world(4)
+    assert re.search("14 micro-batches.* gradient_accumulation_steps to [68]$", schedule_problems(args)[0])
 
 
 def test_a_schedule_needs_the_number_of_micro_batches() -> None:

@@ -1,5 +1,6 @@
 """Pipeline schedules other than 1F1B: their steps equal those of one process, in every layout."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -19,16 +20,19 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zero_bubble, two": {"pipeline_schedule": "zero_bubble", "virtual_pipeline_stages": 2},
     "zbv": {"pipeline_schedule": "zbv"}, "dualpipev": {"pipeline_schedule": "dualpipev"},
 }  # fmt: skip
+ZEROS = tuple(f"zero{stage}" for stage in range(4))
 RECOMPUTE, SELECTIVE = {"checkpoint_activations": True}, {"recompute_granularity": "selective"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {}), "pp4": (4, {"pipe_parallel_size": 4}), "tp2 sp": (4, SP2), "recompute": (2, RECOMPUTE),
     "selective": (2, {**RECOMPUTE, **SELECTIVE}), "in host memory": (2, {**RECOMPUTE, "checkpoint_in_cpu": True}),
-    **{f"zero{stage}": (4, zero(stage)) for stage in range(4)},
+    **{name: (4, zero(stage)) for stage, name in enumerate(ZEROS)},
 }  # fmt: skip
+DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 MODELS: dict[str, dict[str, Any]] = {
     "neox tied": {**NEOX, **ADAMW}, "llama": {**LLAMA, **SGD, "no_weight_tying": True}, "rpe tied": {**RPE, **ADAMW},
     "frozen": {**NEOX, **ADAMW, "trainable": {"last_layers": 3}},
-    "adapters": {**LLAMA, **ADAMW, "lora": {"r": 4, "alpha": 8, "dropout": 0.0, "dora": True}},
+    "adapters, dropout": {**LLAMA, **ADAMW, "lora": {"r": 4, "alpha": 8, "dropout": 0.1, "dora": True}},
+    "dropout": {**LLAMA, **ADAMW, "hidden_dropout": 0.2, **DOCUMENTS},
 }  # fmt: skip
 DEFAULT_CELLS = [
     ("interleaved", "pp2", "neox tied"), ("interleaved", "zero3", "llama"), ("zero_bubble", "zero1", "rpe tied"),
@@ -38,8 +42,10 @@ MORE_CELLS = [
     ("interleaved", "pp4", "rpe tied"), ("interleaved", "zero2", "frozen"), ("interleaved", "tp2 sp", "neox tied"),
     ("interleaved, four", "recompute", "llama"), ("uneven", "pp2", "neox tied"), ("zero_bubble", "selective", "llama"),
     ("zero_bubble, two", "pp4", "frozen"), ("zbv", "tp2 sp", "llama"), ("zbv", "zero1", "frozen"),
-    ("zbv", "recompute", "adapters"), ("dualpipev", "pp4", "rpe tied"), ("dualpipev", "tp2 sp", "adapters"),
-    ("zero_bubble", "in host memory", "adapters"),
+    ("zbv", "recompute", "adapters, dropout"), ("dualpipev", "tp2 sp", "frozen"),
+    ("dualpipev", "pp4", "rpe tied"), ("dualpipev", "tp2 sp", "adapters"),
+    ("zero_bubble", "in host memory", "adapters, dropout"), ("zbv", "selective", "dropout"),
+    ("interleaved", "pp2", "dropout"),
 ]  # fmt: skip
 REFUSED = {(schedule, f"zero{stage}") for schedule in ("zero_bubble", "zero_bubble, two", "zbv", "dualpipev")
            for stage in (2, 3)}  # fmt: skip
@@ -49,6 +55,10 @@ PRODUCT = [
     (schedule, layout, list(MODELS)[i % len(MODELS)])
     for i, (schedule, layout) in enumerate(product(SCHEDULES, LAYOUTS))
     if (schedule, layout) not in REFUSED and (schedule, i % len(MODELS)) != ("uneven", 2)  # rpe needs blocks everywhere
+]
+PRODUCT = [  # dropout's masks differ between data ranks, and an adapter's between tensor ranks
+    (schedule, layout, "llama" if "dropout" in model and layout in ("tp2 sp", *ZEROS) else model)
+    for schedule, layout, model in PRODUCT
 ]
 PRODUCT = [cell for cell in PRODUCT if cell not in DEFAULT_CELLS + MORE_CELLS]
 
@@ -60,8 +70,8 @@ def model_config(model: str, micro_batch: int, *layout: dict[str, Any]) -> dict[
 
 @pytest.fixture(scope="module")
 def reference() -> Callable[[str], Curve]:
-    """One process, one micro-batch of 8."""
-    return cache(lambda model: curves_of({model: model_config(model, 8)}, STEPS)[model])
+    """One process, one micro-batch of 8; with dropout the micro-batches of all, as each has its own mask."""
+    return cache(lambda model: curves_of({model: model_config(model, 1 if "dropout" in model else 8)}, STEPS)[model])
 
 
 @pytest.mark.parametrize(("schedule", "layout", "model"), cells(DEFAULT_CELLS, MORE_CELLS, PRODUCT))
@@ -82,3 +92,23 @@ def test_bf16_is_close_to_one_process(schedule: str) -> None:
     layout = {"pipe_parallel_size": 2, "pipeline_schedule": schedule, "engine": "native"}
     stages = curves_of({"run": config(LLAMA, ADAMW, keys, layout)}, STEPS, 2)
     assert_alike(stages, expected, losses=1e-3, norms=1e-2, weights=1e-2)
+
+
+@pytest.mark.more
+def test_fp8_rounds_deferred_weight_gradients_alike() -> None:
+    """Each micro-batch is rounded by itself, so stages make no difference."""
+    keys = {"num_layers": 8, "precision": "bfloat16", "precision_fp8": "tensorwise", "hidden_size": 64,
+            "train_micro_batch_size_per_gpu": 1, "pipe_parallel_size": 2, "engine": "native"}  # fmt: skip
+    curves = curves_of({s: config(LLAMA, ADAMW, keys, pipeline_schedule=s) for s in ("1f1b", "zero_bubble")}, 3, 2)
+    assert_alike({"zero_bubble": curves["zero_bubble"]}, {"zero_bubble": curves["1f1b"]}, weights=1e-3)
+
+
+@pytest.mark.more
+def test_steps_that_are_left_out_leave_no_gradient() -> None:
+    """A loss scale that overflows at first: what was deferred in these steps changes nothing later."""
+    fp16 = {"precision": "fp16", "fp16": {"initial_scale_power": 30, "hysteresis": 1}}
+    keys = {"num_layers": 4, "train_micro_batch_size_per_gpu": 2, "pipe_parallel_size": 2, "engine": "native"}
+    curves = curves_of({s: config(LLAMA, ADAMW, fp16, keys, pipeline_schedule=s) for s in ("1f1b", "zbv")}, 20, 2)
+    assert any(math.isnan(norm) for norm in curves["zbv"].norms[:4]), "the first steps overflow"
+    losses = {name: curve.losses[-4:] for name, curve in curves.items()}
+    assert losses["zbv"] == pytest.approx(losses["1f1b"], rel=2e-3) and not math.isnan(curves["zbv"].norms[-1])
