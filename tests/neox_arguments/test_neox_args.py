@@ -11,7 +11,7 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.reports.config_dump import print_config
-from tests.neox_arguments.conftest import TEXT, message_states
+from tests.neox_arguments.conftest import MODEL, TEXT, message_states
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_key_that_repeats_another_follows_it(write):
 
 def test_deep_pipelines_have_longer_to_begin() -> None:
     limits = [
-        NeoXArgs.from_dict({"hidden_size": 8, "num_attention_heads": 1, "num_layers": 24, **keys}).first_step_limit_mins
+        NeoXArgs.from_dict({**MODEL, "num_layers": 24, **keys}).first_step_limit_mins
         for keys in ({}, {"pipe_parallel_size": 22}, {"pipe_parallel_size": 22, "first_step_timeout_mins": 5})
     ]
     assert limits == [30.0, 93.0, 5.0], "22 stages took up to 90 minutes"
