@@ -216,8 +216,8 @@ def test_a_reward_model_judges_in_every_layout(task: dict[str, Any], judge: str)
 
 @pytest.mark.more
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-def test_a_reward_model_judges_beside_virtual_stages(schedule: str, task: dict[str, Any], judge: str) -> None:
-    """It has two blocks, so it runs with one stage on each rank."""
+def test_a_reward_model_judges_with_virtual_stages(schedule: str, task: dict[str, Any], judge: str) -> None:
+    """A reward model of two blocks runs with one stage on each rank."""
     values = with_keys(task, {"reward_model": judge, "num_layers": 4})
     layout = {"pipe_parallel_size": 2, "pipeline_schedule": schedule, "train_micro_batch_size_per_gpu": 4}
     expected, actual = (run_ranks(steps_of, n, with_keys(values, keys), 2)[0] for n, keys in ((1, {}), (2, layout)))

@@ -35,11 +35,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropout": {**LLAMA, **ADAMW, "hidden_dropout": 0.2, **DOCUMENTS},
 }  # fmt: skip
 DEFAULT_CELLS = [
-    ("interleaved", "pp2", "neox tied"), ("interleaved", "zero3", "llama"), ("zero_bubble", "zero1", "rpe tied"),
-    ("zbv", "pp4", "neox tied"),
+    ("interleaved", "zero3", "llama"), ("zero_bubble", "zero1", "rpe tied"), ("zbv", "pp4", "neox tied"),
 ]  # fmt: skip
 MORE_CELLS = [
-    ("interleaved", "pp4", "rpe tied"), ("interleaved", "zero2", "frozen"), ("interleaved", "tp2 sp", "neox tied"),
+    ("interleaved", "pp2", "neox tied"), ("interleaved", "pp4", "rpe tied"),
+    ("interleaved", "zero2", "frozen"), ("interleaved", "tp2 sp", "neox tied"),
     ("interleaved, four", "recompute", "llama"), ("uneven", "pp2", "neox tied"), ("zero_bubble", "selective", "llama"),
     ("zero_bubble, two", "pp4", "frozen"), ("zbv", "tp2 sp", "llama"), ("zbv", "zero1", "frozen"),
     ("zbv", "recompute", "adapters, dropout"), ("dualpipev", "tp2 sp", "frozen"),
