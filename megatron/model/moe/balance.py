@@ -70,7 +70,6 @@ class Balance:
         self._aux, self._z = args.moe_aux_loss_coeff, args.moe_z_loss_coeff
         self._rate, self._experts = args.moe_router_bias_update_rate, args.moe_num_experts
         self.layers = [i + 2 for i in range(args.num_layers) if args.has_experts(i)]
-        self._rows = torch.tensor([self.layers.index(layer) for layer in routers], device=device, dtype=torch.long)
         # For each block with experts: number of tokens of each expert, number of tokens, sum of entropies.
         self._sums = torch.zeros(len(self.layers), self._experts + 2, device=device)
         self._losses = torch.zeros(3, device=device)  # load-balancing loss, z-loss, and dropped choices
@@ -176,8 +175,9 @@ class Balance:
         totals = groups.sum(torch.cat([self._sums.flatten(), self._losses]), "data")
         if self._rate:
             step = torch.where(left_out, 0.0, self._rate)
-            tokens_by_expert = totals[: self._sums.numel()].view_as(self._sums)[self._rows, : self._experts]
-            for router, tokens in zip(self._routers.values(), tokens_by_expert, strict=True):
+            tokens_by_expert = totals[: self._sums.numel()].view_as(self._sums)[:, : self._experts]
+            for layer, router in self._routers.items():
+                tokens = tokens_by_expert[self.layers.index(layer)]
                 assert router.expert_bias is not None
                 if router.layer.weight.requires_grad:  # a frozen router keeps its bias
                     router.expert_bias.add_(step * (tokens.mean() - tokens).sign())

@@ -25,7 +25,7 @@ class LossScaler:
         start = 2.0 ** section["initial_scale_power"] if self._is_dynamic else section["loss_scale"]
         # DeepSpeed's names and initial values.
         values = {"cur_scale": start, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": self._hysteresis}
-        self._state = {name: torch.tensor(float(value), device=device) for name, value in values.items()}
+        self._state = {name: torch.full((), float(value), device=device) for name, value in values.items()}
 
     @property
     def scale(self) -> Tensor:
