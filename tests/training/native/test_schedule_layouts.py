@@ -43,7 +43,7 @@ MORE_CELLS = [
     ("interleaved, four", "recompute", "llama"), ("uneven", "pp2", "neox tied"), ("zero_bubble", "selective", "llama"),
     ("zero_bubble, two", "pp4", "frozen"), ("zbv", "tp2 sp", "llama"), ("zbv", "zero1", "frozen"),
     ("zbv", "recompute", "adapters, dropout"), ("dualpipev", "tp2 sp", "frozen"),
-    ("dualpipev", "pp4", "rpe tied"), ("dualpipev", "tp2 sp", "adapters"),
+    ("dualpipev", "pp4", "rpe tied"),
     ("zero_bubble", "in host memory", "adapters, dropout"), ("zbv", "selective", "dropout"),
     ("interleaved", "pp2", "dropout"),
 ]  # fmt: skip
