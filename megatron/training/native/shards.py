@@ -68,9 +68,9 @@ class GradientPass(NamedTuple):
     """
 
     layers: frozenset[int]
-    ends_stage: bool = True
-    ends_step: bool = True
-    is_deferred: bool = False
+    ends_stage: bool
+    ends_step: bool
+    is_deferred: bool
 
 
 class Weights(Protocol):
