@@ -1,4 +1,5 @@
-"""Chooses a run's engine: by the `engine` key, else as in the resumed checkpoint, else the best here."""
+"""Chooses a run's engine: by the `engine` key, else as in the resumed checkpoint, else native if it can run
+it."""
 
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class EngineChoice:
         raise ConfigError([f"engine {self.name} ({self.reason}) is unknown; write engine: native or deepspeed"])
 
 
-def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> EngineChoice:
+def choose_engine(args: NeoXArgs, recorded: str | None = None) -> EngineChoice:
     """Returns the engine that a run uses, and the reason.
 
     args: with the world size resolved. recorded: the engine of the checkpoint that the run resumes, which
@@ -46,6 +47,4 @@ def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> 
         return EngineChoice("deepspeed", f"auto: {limit.key} ({args.origin(limit.key)}) {limit.reason}")
     if native_feature is not None:
         return EngineChoice("native", f"auto: only the native engine supports {native_feature}")
-    if on_gpu and args.world_size != 1:
-        return EngineChoice("deepspeed", "auto: the native engine has not been measured on several GPUs")
-    return EngineChoice("native", "auto: on one GPU" if on_gpu else "auto: on CPUs")
+    return EngineChoice("native", "auto")

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.mpu.memory import free_host_memory
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import UserError
-from megatron.training.native.limits import native_only_feature
+from megatron.training.offload import offloads_optimizer
 
 # torch's words: "Tried to allocate 2.50 GiB.", on a CPU "you tried to allocate 1048576 bytes."
 _REQUEST_PATTERN = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
@@ -121,11 +121,11 @@ def advice(args: NeoXArgs) -> list[str]:
     if args.tp > 1 and not args.sequence_parallel:
         keys.append(("sequence_parallel", "false -> true"))
     highest = 1 if args.defers_weight_gradients or (args.pp > 1 and args.engine == "deepspeed") else 3
-    if args.data_parallel_size > 1 and args.zero_stage < highest:
+    can_offload = not offloads_optimizer(args) and not args.use_bnb_optimizer
+    shards = args.data_parallel_size > 1 or offloads_optimizer(args) or (can_offload and args.zero_stage == 0)
+    if shards and args.zero_stage < highest:
         keys.append(("zero_optimization.stage", f"{args.zero_stage} -> {args.zero_stage + 1}"))
-    section = args.zero_optimization["offload_optimizer"]
-    is_offloaded = args.zero_optimization["cpu_offload"] or (section is not None and section["device"] != "none")
-    if not is_offloaded and native_only_feature(args) is None:  # only DeepSpeed offloads
+    if can_offload:
         keys.append(("zero_optimization.offload_optimizer.device", "none -> cpu"))
     words = [f"{key}: {change} ({args.origin(key)})" for key, change in keys]
     return [f"to use less memory, change these keys, cheapest first: {'; '.join(words)}"] if words else []

@@ -91,7 +91,7 @@ def build_engine(
     chooses it.
     """
     if engine is None:
-        engine = choose_engine(args, groups.device.type == "cuda").load()
+        engine = choose_engine(args).load()
     say: Callable[[str], None] = logger.info if logger is not None else lambda line: None
     args = resolve_compile(args, groups.device, engine.name, say)
     args = resolve_update_keys(args, groups, engine.name, say)
@@ -237,7 +237,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     logger = configure_logging(process.rank)
     user_args = configuration.frozen().check_training().for_world(process.world_size)
     if engine is None and user_args.engine != "auto":  # `auto` may take the checkpoint's, which is read later
-        engine = choose_engine(user_args, torch.cuda.is_available()).load()
+        engine = choose_engine(user_args).load()
     if engine is not None:
         engine.check(user_args)
     check_curriculum(user_args)
@@ -256,7 +256,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     manifest = on_rank_zero(groups, lambda: continued(user_args, source))
     if engine is None:
         recorded = manifest.engine if manifest is not None else None
-        choice = choose_engine(user_args, groups.device.type == "cuda", recorded)
+        choice = choose_engine(user_args, recorded)
         engine = choice.load()
         engine.check(user_args)
         logger.info(f"engine: {choice.name} ({choice.reason})")

@@ -71,6 +71,33 @@ def test_a_step(layout: tuple[int, int, int], fake_cuda: FakeCuda) -> None:
         )
 
 
+HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}  # fake tensors cannot be page-locked
+HOST_RUNS: dict[str, Case] = {
+    **{f"ZeRO {stage}": native(stage, 1, 2 if stage == 2 else 1, **SHAPE) for stage in (1, 2, 3)},
+    "tp8": native(3, 8, **SHAPE), "one rank": Case(1, 0, {**SHAPE, "zero_optimization": {"stage": 3}}, native=True),
+    "Muon": native(2, **SHAPE, optimizer={"type": "Muon", "params": {"lr": 1e-3}}),
+    "fp16, Lion": native(1, **SHAPE, precision="fp16", optimizer={"type": "Lion", "params": {"lr": 1e-3}}),
+    "SGD": native(1, **SHAPE, optimizer={"type": "SGD", "params": {"lr": 1e-3}}),
+    "bf16 moments": native(2, **SHAPE, optimizer_state_dtype="bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", with_more(HOST_RUNS, *list(HOST_RUNS)[1:]))
+def test_states_in_host_memory(name: str, fake_cuda: FakeCuda) -> None:
+    """Nothing is left on the device between steps, and no operation mixes devices. A step needs at most what
+    it needs with states on the device, less these, and fp32 shards of two blocks on their way."""
+    case = HOST_RUNS[name]
+    zero = {**case.values["zero_optimization"], **HOST}
+    on_host = fake_cuda.run(replace(case, values={**case.values, "zero_optimization": zero}))
+    assert on_host["error"] is None, on_host["error"]
+    assert on_host["kept"] < 16 * 1024
+    if name in ("SGD", "bf16 moments", "one rank"):  # on the device: kernels without a fake one, and ZeRO 0
+        return
+    on_device = clean(fake_cuda, case)
+    _, block = elements(case.values.get("model_parallel_size", 1))
+    assert on_host["peak"] <= on_device["peak"] - on_device["kept"] + 2 * 4 * block // DATA + 64 * 1024
+
+
 OVERLAP = {"overlap_optimizer_with_forward": True}
 
 

@@ -77,7 +77,7 @@ class Step(NamedTuple):
 def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    stage, engine = make_stage(args, groups=groups), choose_engine(args, False).load()
+    stage, engine = make_stage(args, groups=groups), choose_engine(args).load()
     return parallelize(stage, LANGUAGE_MODELLING, args, groups, engine)
 
 

@@ -198,7 +198,7 @@ def preferences(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> li
 
 def engine_of_pairs(args: NeoXArgs, world_size: int) -> Engine:
     groups, objective = groups_of(args, world_size), dpo({"sigmoid": 1.0}, PairSettings())
-    return parallelize(build_stage(args, groups), objective, args, groups, choose_engine(args, False).load())
+    return parallelize(build_stage(args, groups), objective, args, groups, choose_engine(args).load())
 
 
 def test_preferences_with_the_loss_on_and_off() -> None:

@@ -271,7 +271,7 @@ def full_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list
         args = small(**small_runs.SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
         stage = make_stage(args, random_weights(args), groups)
-        engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
+        engine = parallelize(stage, objective, args, groups, choose_engine(args).load())
         old_weights, batches = engine.weights(), batches_of(args, 3 + 10 * groups.rank("data"))
         steps.append((engine.train_step(batches, small_runs.LR).loss.detach(), old_weights, engine.weights()))
         engine.close()

@@ -68,7 +68,7 @@ class ParallelKeys:
     engine: Literal["auto", "native", "deepspeed"] = new_key(
         "auto",
         "Training engine. native: torch alone; deepspeed: DeepSpeed. auto: a resumed run keeps its engine; "
-        "others use native on CPUs and, if it can, on one GPU, and deepspeed on several GPUs",
+        "others use native if it supports the configuration, else deepspeed",
     )
     pipe_parallel_size: int = key(
         0,

@@ -134,7 +134,7 @@ class OffloadOptimizer:
     """The sub-keys of the configuration key `zero_optimization.offload_optimizer`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
-    pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory")
+    pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory; unset: native does, deepspeed does not")
     ratio: float = key(None, "Share of the update done on the CPU", ge=0, le=1)
     nvme_path: str = key(None, "nvme: folder of the files", no_effect=_ON_DISK)
     buffer_count: int = key(None, "nvme: number of buffers", gt=0, no_effect=_ON_DISK)
@@ -148,7 +148,7 @@ class OffloadParam:
     """The sub-keys of the configuration key `zero_optimization.offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
-    pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory")
+    pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory; unset: native does, deepspeed does not")
     nvme_path: str = key(None, "nvme: folder of the files", no_effect=_ON_DISK)
     buffer_count: int = key(None, "nvme: number of buffers", gt=0, no_effect=_ON_DISK)
     buffer_size: int = key(None, "nvme: elements of a buffer", gt=0, no_effect=_ON_DISK)
@@ -209,7 +209,7 @@ class ZeroOptimization:
         True, "Take master weights from checkpoints", no_effect="they are read with the optimizer's state"
     )
     cpu_offload: bool = key(False, "Old spelling of offload_optimizer: {device: cpu}")
-    offload_optimizer: Mapping[str, Any] | None = key(None, "Optimizer state off the device", section=OffloadOptimizer)
+    offload_optimizer: Mapping[str, Any] | None = key(None, "Optimizer states off the device", section=OffloadOptimizer)
     offload_param: Mapping[str, Any] | None = key(None, "Stage 3: weights off the device", section=OffloadParam)
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.training.offload import offload, offload_problems
 
 # Keys of DeepSpeed that are passed on unchanged. `deepspeed_extra_args` may hold only these and our own keys.
 _PASSED = ("comms_logger", "dump_state")
@@ -26,27 +27,13 @@ def zero_stage_used(args: NeoXArgs) -> int:
     return args.zero_stage
 
 
-def offload(args: ModelArgs, section_name: str) -> dict[str, Any] | None:
-    """Returns the set keys of a section of `zero_optimization`; None if it offloads nothing.
-
-    section_name: offload_optimizer or offload_param. `cpu_offload: true` counts as the former with `device:
-    cpu`.
-    """
-    section = args.zero_optimization[section_name]
-    if section is None and section_name == "offload_optimizer" and args.zero_optimization["cpu_offload"]:
-        section = {"device": "cpu"}
-    if section is None or section["device"] == "none":
-        return None
-    return {key: value for key, value in section.items() if value is not None}
-
-
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     """Returns the full DeepSpeed configuration. No value that matters is left to DeepSpeed's defaults.
 
     Raises ConfigError for settings that DeepSpeed refuses or computes wrongly, and for `deepspeed_extra_args`
     that contradict other keys.
     """
-    problems = [*_native_only(args), *_offload_problems(args), *_gradient_problems(args)]
+    problems = [*_native_only(args), *offload_problems(args), *_gradient_problems(args)]
     stage = zero_stage_used(args)
     zero = {key: value for key, value in args.zero_optimization.items() if "offload" not in key and value is not None}
     zero["stage"] = stage
@@ -115,30 +102,6 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.moe_router_bias_update_rate is not None and args.zero_stage == 3:
         key = "moe_router_bias_update_rate"
         yield f"{args.origin(key)}: {key}: DeepSpeed's ZeRO 3 would shard the bias; write engine: native, or use ZeRO 2"
-
-
-def _offload_problems(args: NeoXArgs) -> Iterator[str]:
-    zero, stage = args.zero_optimization, args.zero_stage
-    if zero["cpu_offload"] and zero["offload_optimizer"] is not None:
-        place = args.origin("zero_optimization.cpu_offload")
-        yield f"{place}: zero_optimization.cpu_offload: offload_optimizer is set too; remove cpu_offload"
-    for section, min_stage in (("offload_optimizer", 1), ("offload_param", 3)):
-        keys = offload(args, section)
-        if keys is None:
-            continue
-        name = f"zero_optimization.{section if zero[section] is not None else 'cpu_offload'}"
-        place = f"{args.origin(name)}: {name}"
-        if stage < min_stage:
-            bound = "" if min_stage == 3 else " or more"
-            yield f"{place}: needs zero_optimization.stage {min_stage}{bound}, not {stage}"
-        if keys.get("ratio", 1.0) != 1.0:
-            yield (
-                f"{place}.ratio: {keys['ratio']}: DeepSpeed 0.19.8 updates the part that is not offloaded with the "
-                "learning rate of the start; remove ratio"
-            )
-    if args.use_bnb_optimizer and offload(args, "offload_optimizer") is not None:
-        place = f"{args.origin('use_bnb_optimizer')}: use_bnb_optimizer"
-        yield f"{place}: its state cannot leave the GPU; remove it or zero_optimization.offload_optimizer"
 
 
 def _gradient_problems(args: NeoXArgs) -> Iterator[str]:

@@ -14,7 +14,7 @@ from megatron.distributed import run_on_all_ranks_of, run_on_each_rank
 from megatron.model import Stage, named_params, trained_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.deepspeed.config import offload
+from megatron.training.offload import offloads_optimizer
 from megatron.training.optimizers import build_optimizer, parameter_groups
 
 
@@ -52,8 +52,8 @@ def _assert_same_groups(groups_of_stage: list[dict[str, Any]], groups: ParallelG
 def on_cpu_adam(args: NeoXArgs) -> bool:
     """Returns whether DeepSpeedCPUAdam makes the updates: for `CPU_Adam`, and for Adam with offloaded
     state."""
-    offloaded = offload(args, "offload_optimizer") is not None
-    return args.optimizer_name == "cpu_adam" or (args.optimizer_name in ("adam", "adamw") and offloaded)
+    is_adam = args.optimizer_name in ("adam", "adamw")
+    return args.optimizer_name == "cpu_adam" or (is_adam and offloads_optimizer(args))
 
 
 def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optimizer:
@@ -69,7 +69,7 @@ def _cpu_adam(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Optim
 
 def _check_on_cpu(groups: list[dict[str, Any]], args: NeoXArgs) -> None:
     on_gpu = any(param.device.type != "cpu" for group in groups for param in group["params"])
-    if on_gpu and offload(args, "offload_optimizer") is None:
+    if on_gpu and not offloads_optimizer(args):
         fix = "write AdamW, or set zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}"
         raise args.error("optimizer.type", f"{args.optimizer['type']} runs on the CPU, but weights are on a GPU; {fix}")
 

@@ -23,6 +23,7 @@ from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import schedule_problems
 from megatron.training.native.shards import GradientPass, ReplicatedWeights, Shard, Weights
 from megatron.training.native.update import Update
+from megatron.training.offload import offload_problems, offloads_optimizer
 from megatron.training.optimizers import state_tensors
 
 
@@ -38,7 +39,7 @@ class NativeEngine(Engine):
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
         self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
-        self.zero_stage = args.zero_stage if groups.size("data") > 1 else 0
+        self.zero_stage = args.zero_stage if groups.size("data") > 1 or offloads_optimizer(args) else 0
         self.shards: Weights
         if self.zero_stage > 0:
             self.shards = ShardedWeights(stage, args, groups, self.dtype, self.zero_stage)
@@ -63,7 +64,7 @@ class NativeEngine(Engine):
         if feature is not None:
             fix = f"remove it, or change {feature}, which DeepSpeed does not support"
         problems = [f"{args.origin(limit.key)}: {limit.key} {limit.reason}; {fix}" for limit in limits(args)]
-        problems += [*layout_problems(args), *schedule_problems(args)]
+        problems += [*offload_problems(args), *layout_problems(args), *schedule_problems(args)]
         if problems:
             raise ConfigError(problems)
 
@@ -87,7 +88,7 @@ class NativeEngine(Engine):
         self.finish_update()  # of weights that this step has not used
         gradients = self._summed_over_stages(self.shards.gradients())
         if self._scaler is not None:
-            torch._foreach_div_([gradient for gradient in gradients if gradient is not None], scale)
+            torch._foreach_div_([g for g in gradients if g is not None], scale.to(self.shards.state_device))
         norm = self._update.judge(gradients)
         if on_gradients is not None:
             on_gradients(self._parts(gradients))
@@ -120,8 +121,10 @@ class NativeEngine(Engine):
         """
         for i, group in self._copies:
             gradient = gradients[i]
-            gradients[i] = torch.zeros_like(self.shards.trained[i].local) if gradient is None else gradient
-            dist.all_reduce(gradients[i], group=group)
+            gradient = torch.zeros_like(self.shards.trained[i].local) if gradient is None else gradient
+            summed = gradient.to(self.groups.device)
+            dist.all_reduce(summed, group=group)
+            gradients[i] = summed.to(self.shards.state_device)
         return gradients
 
     def finish_update(self) -> None:

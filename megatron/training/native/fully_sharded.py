@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.model import Stage, init_stage
@@ -16,6 +16,7 @@ from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
 from megatron.mpu.torch_versions import clear_forward_order, end_backward, ignore_view_warning
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.shards import ExpertParts, GradientBucket, GradientPass, RowParts, Shard
+from megatron.training.offload import offload
 
 
 class ShardedWeights:
@@ -32,6 +33,10 @@ class ShardedWeights:
     The few parameters that stay fp32 in a 16-bit run (`ParamSpec.precise`) are replicated on every rank.
     Their gradients are summed after the last backward.
 
+    With `offload_optimizer`, these shards, their gradients and optimizer states are in host memory, also on a
+    single data rank. A block's shards are copied to the device before they are gathered, and its gradients to
+    the host once they are summed.
+
     With `zero_hpz_partition_size: n`, weights, gradients and states are sharded over groups of n neighbouring
     data ranks. The ranks of a group gather weights among themselves; gradients are also summed over the
     groups.
@@ -41,13 +46,20 @@ class ShardedWeights:
         self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
     ) -> None:
         self._stage, self._zero_stage, self._has_backward = stage, zero_stage, False
+        offloaded = offload(args, "offload_optimizer")
+        self._is_offloaded = offloaded is not None
+        self.state_device = torch.device("cpu") if self._is_offloaded else groups.device
+        placement = OffloadPolicy()
+        if offloaded is not None:
+            pinned = offloaded.get("pin_memory", True) and groups.device.type == "cuda"
+            placement = CPUOffloadPolicy(pin_memory=pinned)
         mesh = _mesh(groups, args.zero_optimization["zero_hpz_partition_size"] if zero_stage == 3 else 1)
         self._group = mesh.get_group(-1)
         self._members = dist.get_process_group_ranks(self._group)
         self._rank, self._size = self.workers = (dist.get_rank(self._group), len(self._members))
         self._parts = RowParts(self._group, self._members, self._rank, groups.device, 1, sharded=True)
         self._experts = ExpertParts(groups, sharded=True)
-        expert_mesh = _expert_mesh(groups) if groups.size("expert") > 1 else None
+        expert_mesh = _mesh_of(groups, "expert_data") if groups.size("expert") > 1 else None
         self._first_data_rank = groups.rank("data") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes, because attention biases may be fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -55,8 +67,9 @@ class ShardedWeights:
         def shard_module(module: nn.Module, over_mesh: DeviceMesh = mesh) -> None:
             ignored = {param for param in module.parameters() if is_never_trained(param) or self._is_replicated(param)}
             fully_shard(
-                module, mesh=over_mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy, ignored_params=ignored
-            )
+                module, mesh=over_mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy,
+                offload_policy=placement, ignored_params=ignored,
+            )  # fmt: skip
 
         blocks = {spec.index for spec in stage.blocks}
 
@@ -99,12 +112,15 @@ class ShardedWeights:
         shards = [self._shard(*item, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
-        replicated = [shard.param for shard in self.trained if shard.local is shard.param]
+        replicated = [shard.param for shard in self.trained if not _is_sharded(shard)]
         self._replicated = GradientBucket(replicated, groups.group("data"), groups.device, lambda: None)
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
         if not spec.trained or self._is_replicated(param):
-            return Shard(layer, spec, param, param, 0, param.shape, groups.rank("data"))
+            local = param
+            if self._is_offloaded and param.requires_grad:
+                local = nn.Parameter(param.detach().to(self.state_device, copy=True))
+            return Shard(layer, spec, param, local, 0, param.shape, groups.rank("data"))
         local = nn.Parameter(_local(param), param.requires_grad)
         if self._experts.is_expert_weight(spec):
             return self._experts.shard(layer, spec, param, local, groups)
@@ -136,7 +152,10 @@ class ShardedWeights:
             clear_forward_order(self._modules)
         self._has_backward = False
         replicated = self._replicated.reduced()
-        return [replicated[s.param] if s.param in replicated else self._gradient(s) for s in self.trained]
+        return [
+            replicated[s.param].to(self.state_device) if s.param in replicated else self._gradient(s)
+            for s in self.trained
+        ]
 
     def _gradient(self, shard: Shard) -> Tensor | None:
         return None if shard.param.grad is None else _local(shard.param.grad)
@@ -147,22 +166,26 @@ class ShardedWeights:
         self._replicated.clear()
 
     def gradient_memory(self) -> list[Tensor | None]:
-        sharded = [self._gradient(shard) for shard in self.trained if shard.local is not shard.param]
+        sharded = [self._gradient(shard) for shard in self.trained if _is_sharded(shard)]
         return [*sharded, self._replicated.flat]
 
     def close(self) -> None:
         self.clear_gradients(self.trained)
         self._replicated.close()
 
+    @torch.no_grad()
     def publish(self, shards: Sequence[Shard]) -> None:
         # After a forward without a backward, stages 1 and 2 still hold the gathered weights.
-        modules = [self._gathers[shard.param] for shard in shards if shard.local is not shard.param]
+        modules = [self._gathers[shard.param] for shard in shards if _is_sharded(shard)]
         for module in dict.fromkeys(modules):
             module.reshard()
+        for shard in shards:
+            if not _is_sharded(shard) and shard.local is not shard.param:
+                shard.param.copy_(shard.local)
 
     @torch.no_grad()
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
-        if shard.local is shard.param:
+        if not _is_sharded(shard):
             return part if writer in (None, self._rank) else None
         return self._parts_of(shard).gather(shard, part, writer)
 
@@ -174,10 +197,10 @@ class ShardedWeights:
         return worker if 0 <= worker < self._size else None
 
     def scatter(self, shard: Shard, full: Tensor | None, source: int) -> Tensor:
-        if shard.local is shard.param:
-            part = torch.empty_like(shard.local) if full is None else full.contiguous()
+        if not _is_sharded(shard):
+            part = torch.empty_like(shard.param) if full is None else full.contiguous()
             dist.broadcast(part, self._members[source], group=self._group)
-            return part
+            return part.to(shard.local.device)
         return self._parts_of(shard).scatter(shard, full, source)
 
 
@@ -187,23 +210,26 @@ def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
     neighbours: 1: a one-dimensional mesh. n: a two-dimensional one, each row of which has n neighbouring
     ranks that shard one copy of the weights.
     """
-    data, kind = groups.group("data"), groups.device.type
-    assert data is not None
     if neighbours in (1, groups.size("data")):
-        return DeviceMesh.from_group(data, kind, mesh=list(groups.members["data"]))
+        return _mesh_of(groups, "data")
     grid = torch.tensor(groups.members["data"]).view(-1, neighbours)
     row, column = divmod(groups.rank("data"), neighbours)
     copies = dist.new_group(grid[:, column].tolist(), use_local_synchronization=True, group_desc="data copies")
     shards = dist.new_group(grid[row].tolist(), use_local_synchronization=True, group_desc="data shards")
-    return DeviceMesh.from_group([copies, shards], kind, mesh=grid, mesh_dim_names=("copies", "shards"))
+    return DeviceMesh.from_group([copies, shards], groups.device.type, mesh=grid, mesh_dim_names=("copies", "shards"))
 
 
-def _expert_mesh(groups: ParallelGroups) -> DeviceMesh:
-    """Returns the device mesh of those data ranks that have the same experts. All ranks call it together."""
-    members, handle = list(groups.members["expert_data"]), groups.group("expert_data")
+def _mesh_of(groups: ParallelGroups, axis: str) -> DeviceMesh:
+    """Returns the device mesh of the ranks along `axis`, of which there may be one. All ranks call it
+    together."""
+    members, handle = list(groups.members[axis]), groups.group(axis)
     if handle is None:
-        handle = dist.new_group(members, use_local_synchronization=True, group_desc="expert_data")
+        handle = dist.new_group(members, use_local_synchronization=True, group_desc=axis)
     return DeviceMesh.from_group(handle, groups.device.type, mesh=members)
+
+
+def _is_sharded(shard: Shard) -> bool:
+    return isinstance(shard.param, DTensor)
 
 
 def _local(value: Tensor) -> Tensor:

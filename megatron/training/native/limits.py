@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.training.offload import offload, offloads_optimizer
 
 # Keys of zero_optimization that the native engine reads; the others tune DeepSpeed's gradient reduction.
 _HONOURED_KEYS = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
@@ -23,13 +24,11 @@ class Limit(NamedTuple):
 
 def limits(args: NeoXArgs) -> Iterator[Limit]:
     """Yields each setting of this configuration that only the DeepSpeed engine supports."""
-    zero = args.zero_optimization
-    for key in ("offload_optimizer", "offload_param"):
-        section = zero[key]
-        if section is not None and section["device"] != "none":
-            yield Limit(f"zero_optimization.{key}", "offloads state, which only the DeepSpeed engine can do")
-    if zero["cpu_offload"]:
-        yield Limit("zero_optimization.cpu_offload", "offloads state, which only the DeepSpeed engine can do")
+    if offload(args, "offload_param") is not None and not offloads_optimizer(args):
+        yield Limit(
+            "zero_optimization.offload_param",
+            "offloads weights without their optimizer states (offload_optimizer), on the DeepSpeed engine only",
+        )
     if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
         yield Limit("optimizer.type", f"{args.optimizer['type']} runs on the DeepSpeed engine only")
     if args.use_bnb_optimizer:

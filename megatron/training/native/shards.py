@@ -79,12 +79,15 @@ class Weights(Protocol):
     trained, frozen: the shards of trained and frozen parameters, each parameter once, in the order of the
         stage.
     workers: (this rank's number, size) of the group of data ranks that divide work on full values among
-    themselves.
+        themselves.
+    state_device: device of `local` of the trained shards, of their gradients and of optimizer states: the
+        CPU, if these are offloaded.
     """
 
     trained: list[Shard]
     frozen: list[Shard]
     workers: tuple[int, int]
+    state_device: torch.device
 
     def begin_gradients(self, gradient_pass: GradientPass) -> None:
         """Prepare for a pass that computes gradients. Call it before each."""
@@ -186,7 +189,7 @@ class RowParts:
                     own_values = values[i * size if self._sharded else 0 :][:size]
                     parts.append(F.pad(own_values, (0, size - len(own_values))).contiguous())
         dist.scatter(part, parts, src=self._members[source], group=self._group)
-        return part[: shard.local.numel()].view(shard.local.shape)
+        return part[: shard.local.numel()].view(shard.local.shape).to(shard.local.device)
 
 
 class ExpertParts(RowParts):
@@ -226,6 +229,7 @@ class ReplicatedWeights:
 
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
+        self.state_device = groups.device
         self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
         self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups, sharded=False)
         self._has_masters = dtype != torch.float32

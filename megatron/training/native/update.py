@@ -66,7 +66,7 @@ class Update:
         self._held = [shard.local for shard in weights.trained]
         owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
-        self._zero = torch.zeros((), device=groups.device)
+        self._zero = torch.zeros((), device=weights.state_device)
 
     @torch.no_grad()
     def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -79,7 +79,7 @@ class Update:
         shard_norms = self._owned  # empty, if nothing of this stage is trained
         if filled:
             dtype = torch.float32 if self._fused else None
-            shard_norms = torch.stack(torch._foreach_norm(filled, 2, dtype))
+            shard_norms = torch.stack(torch._foreach_norm(filled, 2, dtype)).to(self._groups.device)
         self._watch.mark(shard_norms, summed=self._groups.size("data") > 1)
         # A non-finite norm of a shard that does not count here gives NaN too (inf * 0), as the verdict does.
         sums = torch.stack([shard_norms.square().dot(self._owned), self._watch.local_mark])
@@ -95,6 +95,7 @@ class Update:
         norm: from `judge`. If an optimizer cannot read `skip` on the device, the host waits for it. Call
         `finish` before the next backward.
         """
+        norm, skip = norm.to(self._weights.state_device), skip.to(self._weights.state_device)
         if not self._clips_inside:
             gradients = self._judged(gradients, norm, skip)
         gradient_of = dict(zip(self._weights.trained, gradients, strict=True))
@@ -187,7 +188,7 @@ def build_native_optimizer(
         return sgd
     if args.optimizer_name == "lion":
         return Lion(groups, lr=args.lr, betas=options["betas"])
-    if uses_apex(args, parallel.device):
+    if weights.state_device == parallel.device and uses_apex(args, parallel.device):
         return ApexAdam(groups, lr=args.lr, betas=options["betas"], eps=options["eps"])
     if args.fused_update is True or args.optimizer_state_dtype == "bf16":
         weight_of = {shard.local: shard.param for shard in shards} if args.fused_update is True else {}

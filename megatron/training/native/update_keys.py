@@ -14,6 +14,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of
 from megatron.training.apex import uses_apex
 from megatron.training.compile_blocks import has_compiler
+from megatron.training.offload import offloads_optimizer
 
 # Keys that `auto` resolves to false although `true` works on GPUs, and the reason.
 LEFT_OFF = {
@@ -31,7 +32,7 @@ def resolve_update_keys(args: NeoXArgs, groups: ParallelGroups, engine: str, log
     if args.optimizer_state_dtype == "bf16" and (problem := _moments(args, groups, engine)) is not None:
         raise args.error("optimizer_state_dtype", f"bf16 needs {problem}; write fp32")
     args = _resolved(args, "fused_update", _fused(args, groups, engine), groups, engine, log)
-    problem = None if engine == "native" else "engine: native"
+    problem = _off_device(args) if engine == "native" else "engine: native"
     return _resolved(args, "overlap_optimizer_with_forward", problem, groups, engine, log)
 
 
@@ -61,7 +62,7 @@ def _resolved(
 
 
 def _fused(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
-    if (problem := _moments(args, groups, engine)) is not None:
+    if (problem := _moments(args, groups, engine) or _off_device(args)) is not None:
         return problem
     if DTYPES[args.params_dtype] == torch.float32:
         return "16-bit weights"
@@ -76,6 +77,10 @@ def _fused(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
     return None
 
 
+def _off_device(args: NeoXArgs) -> str | None:
+    return "optimizer states on the device (no offload_optimizer)" if offloads_optimizer(args) else None
+
+
 def _moments(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
     """Returns the first requirement of our fused AdamW that the run does not meet, worded to follow "needs".
 
@@ -85,6 +90,7 @@ def _moments(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
         return "engine: native"
     if args.optimizer_name not in ("adam", "adamw") or args.use_bnb_optimizer or uses_apex(args, groups.device):
         return "Adam or AdamW without apex or 8 bits"
-    if groups.device.type == "cuda" and (find_spec("triton") is None or not has_compiler(groups.device)):
+    on_gpu = groups.device.type == "cuda" and not offloads_optimizer(args)
+    if on_gpu and (find_spec("triton") is None or not has_compiler(groups.device)):
         return "Triton and a C compiler"
     return None

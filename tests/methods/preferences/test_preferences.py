@@ -97,7 +97,7 @@ def run(rank: int, world_size: int, cells: list[tuple[dict[str, Any], str, bool]
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
         stage = make_stage(args, random_weights(args), groups)
-        engine = parallelize(stage, OBJECTIVES[name], args, groups, choose_engine(args, False).load())
+        engine = parallelize(stage, OBJECTIVES[name], args, groups, choose_engine(args).load())
         batches = (kto_batches if name == "kto" else pair_batches)(packed)[groups.rank("data") :: data]
         engine.use_reference(from_policy(engine))
         start = float(engine.train_step(batches, 0.0).loss)

@@ -264,7 +264,7 @@ def test_what_a_schedule_cannot_do_is_refused_before_the_first_step(keys: dict[s
         ranks = 4 if "zero_optimization" in keys else values["pipe_parallel_size"]
         args = NeoXArgs.from_dict(values).for_world(ranks)
         args.check_training()
-        engine = choose_engine(args, False)
+        engine = choose_engine(args)
         engine.load().check(args)
         resolve_compile(args, torch.device("cpu"), engine.name, lambda line: None)
 

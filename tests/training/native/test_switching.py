@@ -55,22 +55,25 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 
 
-@pytest.mark.parametrize(("overrides", "gpus", "recorded", "name", "reason"), [
-    ({}, 0, None, "native", "auto: on CPUs"),
-    ({}, 1, None, "native", "auto: on one GPU"),
-    ({}, 2, None, "deepspeed", "auto: .*several GPUs"),
-    ({}, 1, "deepspeed", "deepspeed", "auto: .* resumed"),
+OFFLOADED_WEIGHTS = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(("overrides", "ranks", "recorded", "name", "reason"), [
+    ({}, 1, None, "native", "auto"),
+    ({}, 2, "deepspeed", "deepspeed", "auto: .* resumed"),
     ({}, 2, "native", "native", "auto: .* resumed"),
     ({"engine": "native"}, 2, "deepspeed", "native", "program"),
     (MUON, 2, None, "native", "optimizer.type .* Muon"),
-    ({"pipe_parallel_size": 2}, 0, None, "native", "auto: on CPUs"),
+    ({"pipe_parallel_size": 2, **zero(1)}, 4, None, "native", "auto"),
     ({"pipe_parallel_size": 2, **zero(2)}, 4, None, "native", r"auto: .*pipe_parallel_size \(program\) 2 .*stage 2"),
-    ({"precision": "fp16", "fp16": {"enabled": True}}, 1, None, "native", "auto: on one GPU"),
-    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 1, None, "deepspeed", "cpu_offload"),
+    ({"precision": "fp16", "fp16": {"enabled": True}}, 2, None, "native", "auto"),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 2, None, "native", "auto"),
+    (OFFLOADED_WEIGHTS, 2, None, "deepspeed", "offload_param"),
+    ({"optimizer": {"type": "CPU_Adam", "params": {"lr": 1e-3}}}, 2, None, "deepspeed", "CPU_Adam"),
 ], ids=str)  # fmt: skip
-def test_choice(overrides: dict[str, Any], gpus: int, recorded: str | None, name: str, reason: str) -> None:
-    args = NeoXArgs.from_dict(config(NEOX, overrides)).for_world(gpus or 2)
-    choice = choose_engine(args, gpus > 0, recorded)
+def test_choice(overrides: dict[str, Any], ranks: int, recorded: str | None, name: str, reason: str) -> None:
+    args = NeoXArgs.from_dict(config(NEOX, overrides)).for_world(ranks)
+    choice = choose_engine(args, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice
 
 
@@ -125,7 +128,7 @@ def test_neighbours_must_fit(ranks: int, stage: int, message: str) -> None:
 
 def test_an_unknown_engine_of_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="engine bare .*native or deepspeed"):
-        choose_engine(NeoXArgs.from_dict(config(NEOX)), False, "bare").load()
+        choose_engine(NeoXArgs.from_dict(config(NEOX)), "bare").load()
 
 
 def test_an_engine_says_what_it_leaves_to_the_other() -> None:
