@@ -299,6 +299,8 @@ ALL_SAVINGS: dict[str, Any] = {
     ({"model_parallel_size": 2}, 2, ["sequence_parallel: false -> true"]),
     ({"zero_optimization": {"stage": 1}}, 2, ["zero_optimization.stage: 1 -> 2", OFFLOAD]),
     ({"zero_optimization": {"stage": 1}}, 1, [OFFLOAD]),
+    ({"zero_optimization": {"stage": 0}}, 1, ["zero_optimization.stage: 0 -> 1", OFFLOAD]),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 1, ["zero_optimization.stage: 1 -> 2"]),
 ])  # fmt: skip
 def test_only_keys_that_would_still_help(changes: dict[str, Any], world: int, keys: list[str]) -> None:
     lines = advice(small(**ALL_SAVINGS | changes).for_world(world))
