@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -46,15 +47,23 @@ def identifiers(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
+@cache
+def identifiers_of(path: Path) -> frozenset[str]:
+    return frozenset(identifiers(ast.parse(path.read_text())))
+
+
 def files_that_know(method: Method, root: Path = ROOT) -> list[str]:
     """The files outside of the method's folder and the registry that name it or import a part of it."""
     names, modules = re.compile(method.names), re.compile(method.modules)
+    anywhere = re.compile(re.sub(r"(?<!\[)\^|\$", "", f"{method.names}|{method.modules}"))
     knowing = []
     for path in sorted((root / "megatron").rglob("*.py")):
         relative = path.relative_to(root).as_posix()
         if relative == REGISTRY or relative.startswith(f"{method.folder}/"):
             continue
-        if any(names.search(name) or modules.search(name) for name in identifiers(ast.parse(path.read_text()))):
+        if not anywhere.search(path.read_text()):  # parsing takes longer
+            continue
+        if any(names.search(name) or modules.search(name) for name in identifiers_of(path)):
             knowing.append(relative)
     return knowing
 
