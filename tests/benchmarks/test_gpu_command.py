@@ -41,6 +41,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return process.returncode, stdout, table(folder)
 
 
+@pytest.mark.more
 def test_every_part_is_told_by_itself(ran: Ran) -> None:
     status, output, rows = ran
     assert status == 1, output

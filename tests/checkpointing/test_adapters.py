@@ -221,7 +221,7 @@ def test_peft_both_ways(tmp_path: Path, name: str) -> None:
         assert furthest(load_base_model(tmp_path / "hf")(TOKENS).logits, peft_logits) < BOUND
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_every_layout(tmp_path: Path) -> None:
     names = ("gpt_neox rslora copies", "gpt_neox dora", "llama dora", "llama attention", "llama tied added tokens")
     models, expected = [], []

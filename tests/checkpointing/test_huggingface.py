@@ -148,7 +148,7 @@ def test_what_experts_may_take_in_training_is_left_out_of_the_check(tmp_path: Pa
     assert comparison is not None and comparison.difference < 1e-5
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_the_check_passes_on_each_class_of_configurations(tmp_path: Path) -> None:
     for case in {kind: case for case, (kind, _) in CASES.items()}.values():
         imported(model_folder(tmp_path / case, case), tmp_path / "ours" / case)

@@ -43,6 +43,7 @@ def test_the_plan_is_what_is_written(tmp_path: Path) -> None:
         assert planned_sizes(shapes, torch.float32, limit) == written and (len(written) > 1) == (limit == 100)
 
 
+@pytest.mark.more
 def test_a_dry_run_tells_what_an_import_of_70b_would_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

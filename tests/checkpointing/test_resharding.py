@@ -41,6 +41,7 @@ def synthetic(save: Path, config: dict[str, Any] = CONFIG) -> Path:
     return publish(temporary, save, 7, manifest, {})
 
 
+@pytest.mark.more
 def test_peak_memory_is_about_a_layer(tmp_path: Path) -> None:
     source, resharded = synthetic(tmp_path / "from"), tmp_path / "to" / "global_step7"
     size = sum(file.stat().st_size for file in source.iterdir() if file.is_file())

@@ -76,6 +76,7 @@ def read(megatron_core: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return prefixes, *json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.more
 def test_both_ways(read: Any):
     for prefix, contents in zip(*read[:2], strict=True):
         assert contents == {"rows": EXPECTED, "boundaries": [*range(5), *range(4, 81)]}

@@ -71,7 +71,7 @@ _STATES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", with_more(_STATES, "FalconMamba", product=["Mamba", "Mamba2"]))
+@pytest.mark.parametrize("family", with_more(_STATES, product=["FalconMamba", "Mamba", "Mamba2"]))
 def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, tmp_path: Path) -> None:
     import torch
     import transformers
@@ -89,7 +89,7 @@ def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, t
     assert_close_to_hf(output)
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_results_equal_those_of_lm_evals_own_command(model, tmp_path):
     """The same keys, and the same values where both mean the same."""
     code, _, problems = run("--hf-model", model, "--eval_tasks", "shipped_choice", "--eval_output_dir",
@@ -169,7 +169,7 @@ def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(mod
     assert len(results) == 3 and results[0] == results[1], "none replaces another of the same second"
 
 
-@pytest.mark.parametrize("use_deepy", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.parametrize("use_deepy", [False, pytest.param(True, marks=pytest.mark.product)])
 def test_a_checkpoint_in_two_layouts_as_typed(use_deepy, tmp_path):
     """`python deepy.py eval.py -d configs config.yml --eval_tasks ...` on two ranks."""
     make_tasks(tmp_path)

@@ -41,7 +41,7 @@ def flat(values: list[Any]) -> list[float]:
     return [part for answer in values for part in (answer if isinstance(answer, tuple | list) else [answer])]
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, "one process", product=["tp2", "pp2"]))
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, product=["one process", "tp2", "pp2"]))
 def test_as_the_hf_backend_in_every_layout(layout, place, expected):
     ranks, changes = LAYOUTS[layout]
     changes = {**changes, "eval_include_path": place[1]}

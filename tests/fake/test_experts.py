@@ -54,7 +54,7 @@ def assert_step(report: dict[str, Any], rank: int, layers: int) -> None:
     ) / max_extra
 
 
-@pytest.mark.parametrize("rank", with_more([0, 3, 6], product=[0, 6]))
+@pytest.mark.parametrize("rank", with_more([0, 3, 6], 3, product=[0, 6]))
 def test_shared_out_over_eight_gpus(rank: int, fake_cuda: FakeCuda) -> None:
     assert_step(clean(fake_cuda, Case(TP * DP, rank, {**QWEN, **SHARED_OUT, "num_layers": 3}, native=True)), rank, 3)
 
@@ -82,7 +82,7 @@ COMPILED: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"tp2 sp"}))
+@pytest.mark.parametrize("name", with_more(COMPILED, "tp2 sp", product=COMPILED.keys() - {"tp2 sp"}))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     report = compiled(fake_cuda, COMPILED[name])
     assert report["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"

@@ -44,7 +44,7 @@ def derived() -> Counter[tuple[Any, ...]]:
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("name", with_more(CASES, "tp2", product=["packed", "ZeRO 3"]))  # half a minute each
+@pytest.mark.parametrize("name", with_more(CASES, product=["tp2", "packed", "ZeRO 3"]))  # half a minute each
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     report = compiled(fake_cuda, CASES[name])
     if name == "tp2":

@@ -29,6 +29,7 @@ def rows(generated: Any) -> list[tuple]:
     return [(s.context, s.text, s.length, s.finished, s.message) for s in generated]
 
 
+@pytest.mark.more
 def test_samples_are_the_same_in_every_layout() -> None:
     run = "llama_pp1_mp1"
     expected, reseeded = (

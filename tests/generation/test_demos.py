@@ -48,7 +48,7 @@ def answers(file: Path) -> list[str]:
     return [line["answer"] for line in lines(file)]
 
 
-@pytest.mark.parametrize("layout", with_more(["pp2", "zero3"], "zero3"))
+@pytest.mark.parametrize("layout", with_more(["pp2", "zero3"], product=["zero3"]))
 def test_answers_are_the_models_and_training_is_the_same(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     with_demos = run_ranks(run, ranks, demo_config(tmp_path, "with", keys), True)

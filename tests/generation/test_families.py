@@ -90,7 +90,7 @@ def written(rank: int, world_size: int, models: list[tuple[dict[str, Any], Weigh
     return texts
 
 
-@pytest.mark.parametrize("name", with_more(["one process", "tp2 x pp2"], "tp2 x pp2"))
+@pytest.mark.parametrize("name", with_more(["one process", "tp2 x pp2"], product=["tp2 x pp2"]))
 @pytest.mark.parametrize("families", [FAMILIES, pytest.param(OTHER_FAMILIES, marks=pytest.mark.product)],
                          ids=["some", "others"])  # fmt: skip
 def test_greedy_text_equals_transformers(families: tuple[str, ...], name: str) -> None:

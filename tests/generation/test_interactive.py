@@ -22,6 +22,7 @@ from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import command, lines
 from tests.generation.runs import run_script as run
 from tests.generation.test_generate_script import ROOT, words
+from tests.marks import with_more
 from tests.pool import run_ranks
 
 __all__ = ["words"]  # the fixture
@@ -146,7 +147,7 @@ def terminal(argv: list[str]) -> Iterator[Terminal]:
 
 
 @pytest.mark.ends_processes
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
+@pytest.mark.parametrize("ranks", with_more([1, 2], 1, product=[2]))
 def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks: int) -> None:
     """One rank is interrupted, two see the end of input; deepy.py's own flags reach them."""
     argv = [sys.executable, str(ROOT / "deepy.py"), "--num_gpus", str(ranks), str(ROOT / "generate.py"), *words]

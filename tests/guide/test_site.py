@@ -18,6 +18,7 @@ def build(pages: Path, folder: Path) -> tuple[int, str]:
     return process.returncode, process.stdout + process.stderr
 
 
+@pytest.mark.more
 def test_every_page_is_built_and_has_a_place_in_the_navigation(tmp_path: Path) -> None:
     status, output = build(ROOT / "docs", tmp_path)
     assert status == 0, output

@@ -101,6 +101,7 @@ def last_values(log: Path) -> tuple[float, ...]:
     return tuple(float(bash(f"{lines} '{pattern}'", log)[1]) for pattern in patterns)
 
 
+@pytest.mark.more
 def test_the_log_of_a_healthy_run_answers_every_question(healthy: ProcessEnd) -> None:
     log = healthy.log
     assert healthy.code == 0, log.read_text()
@@ -113,6 +114,7 @@ def test_the_log_of_a_healthy_run_answers_every_question(healthy: ProcessEnd) ->
     assert all(phase in log.read_text() for phase in phases), "the run went through everything that prints"
 
 
+@pytest.mark.more
 @pytest.mark.ends_processes
 def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy: ProcessEnd, tmp_path: Path) -> None:
     killed = run(tmp_path, "--max-restarts", "2", kill=True)

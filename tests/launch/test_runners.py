@@ -56,7 +56,7 @@ def on_one_machine() -> list[float]:
 
 
 @pytest.mark.parametrize("words", [
-    pytest.param((), id="deepy", marks=pytest.mark.more),
+    pytest.param((), id="deepy", marks=pytest.mark.product),
     pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.product),
 ])  # fmt: skip
 def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
@@ -66,6 +66,7 @@ def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
     assert [row["train/lm_loss"] for row in metric_rows(tmp_path)] == on_one_machine
 
 
+@pytest.mark.more
 @pytest.mark.ends_processes
 def test_a_dead_rank_is_named_on_both_machines_and_both_restart(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -67,7 +67,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", with_more(CASES, "dropout"))  # 20 s of g++
+@pytest.mark.parametrize("case", with_more(CASES, product=["dropout"]))  # 20 s of g++
 def test_equals_eager(case: str) -> None:
     world_size, backend, values = CASES[case]
     for eager, compiled in run_ranks(losses, world_size, backend, values, 6, env=ENV, timeout=600):
@@ -88,7 +88,7 @@ def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
         return [(stages[0](None, batch), stages[1](None, batch)) for batch in batches]
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_documents_and_other_lengths() -> None:
     for eager, compiled in run_ranks(other_shapes, 1, env=ENV, timeout=600)[0]:
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)

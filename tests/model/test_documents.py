@@ -44,7 +44,7 @@ def references() -> list[Step]:
     return run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.more) if n == 4 else n for n in LAYOUTS])
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.product) if n == 4 else n for n in LAYOUTS])
 def test_every_layout_equals_one_process(world_size: int, references: list[Step]) -> None:
     turns = LAYOUTS[world_size]
     models = zip(cycle(turns), MODELS.values(), references, strict=False)

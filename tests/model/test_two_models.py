@@ -53,7 +53,7 @@ def alternate(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
 
 @pytest.mark.parametrize(
     "world_size, layout",
-    cells([(1, {}), (2, {"model_parallel_size": 2})], product=[(2, {}), (2, {"pipe_parallel_size": 2})]),
+    cells([(1, {})], [(2, {"model_parallel_size": 2})], [(2, {}), (2, {"pipe_parallel_size": 2})]),
 )
 def test_two_engines_in_turn_train_as_separately(world_size: int, layout: dict[str, Any]) -> None:
     configs = [DROPOUT_MODEL | layout, RECOMPUTED_MODEL | layout]

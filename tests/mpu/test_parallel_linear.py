@@ -201,7 +201,7 @@ def test_as_one_process(rank_results: list[list[RankResult]]) -> None:
     assert_as_one_process(rank_results, CASES)
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_as_one_process_on_four_ranks() -> None:
     assert_as_one_process(run_ranks(run, 4, ON_FOUR), ON_FOUR)
 

@@ -113,7 +113,7 @@ def test_a_taken_port_is_refused_before_the_run(command: list[str], tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.ends_processes
 def test_train_py_answers_while_it_trains(command: list[str], tmp_path: Path) -> None:
     """The run is scraped until five of its losses were seen."""

@@ -204,7 +204,7 @@ _VALUES = st.recursive(
 ).map(lambda value: json.dumps(value, ensure_ascii=True))
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_values_at_random(tmp_path_factory: pytest.TempPathFactory) -> None:
     save = write_run(tmp_path_factory.mktemp("odd") / "run")
 

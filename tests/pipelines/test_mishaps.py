@@ -18,6 +18,7 @@ from megatron.pipelines.stage_work import StageWork
 from megatron.pipelines.state import DONE, FAILED, PROMOTED, State
 from megatron.pipelines.table import rows_of
 from tests.launch.runs import DEEPY, ROOT, environment
+from tests.marks import with_more
 from tests.pipelines.small import GATES, command, pipeline, write_small, write_yaml
 from tests.process.test_commands import read_by_nobody
 
@@ -87,7 +88,7 @@ def test_a_gate_edited_during_its_stage_is_reported(tmp_path: Path, edited: obje
     assert expected in line and state["pretrain"].status == PROMOTED, "by the gate as it was"
 
 
-@pytest.mark.parametrize("word", ["run", "resume"])
+@pytest.mark.parametrize("word", with_more(["run", "resume"], "run", product=["resume"]))
 def test_it_outlives_who_reads_what_it_says(word: str, tmp_path: Path) -> None:
     """As `| tee` that has ended: the exit code is that of the stages."""
     folder = write_data_pipeline(tmp_path / "p", "test -e ready && touch made")
@@ -98,6 +99,7 @@ def test_it_outlives_who_reads_what_it_says(word: str, tmp_path: Path) -> None:
         (folder / "ready").touch()
 
 
+@pytest.mark.more
 def test_nothing_outlives_its_command(tmp_path: Path) -> None:
     """In sessions of their own, without our variables, and deaf to SIGTERM."""
     sleeps = "trap '' TERM; sleep 1000 & echo $! >> pids; echo $$ >> pids; wait"
@@ -113,6 +115,7 @@ def test_nothing_outlives_its_command(tmp_path: Path) -> None:
     assert pipeline("run", folder).returncode == 0, "its lock is free"
 
 
+@pytest.mark.more
 def test_an_edited_pipeline_is_reported(tmp_path: Path) -> None:
     stages = {name: {**DATA, "commands": ["echo '# more' >> pipeline.yml; touch made"]} for name in ("a", "b")}
     done = pipeline("run", write_small(tmp_path / "p", stages, {}))
@@ -135,6 +138,7 @@ for word in ("run", "status", "run"):
 """
 
 
+@pytest.mark.more
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """The same command does all once there is room again."""
     disk, copies = tmp_path / "disk", tmp_path / "kept"

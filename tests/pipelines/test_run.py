@@ -59,6 +59,7 @@ def refuse(folder: Path, maximum: float = 0.1) -> None:
     write_yaml(folder / "gates.yml", gates)
 
 
+@pytest.mark.more
 def test_layout_page_and_merged_weights(full_pipeline):
     expected_names = {"checkpoints", "data", "logs", "pipeline_state.json", "pipeline.html"}
     assert {path.name for path in full_pipeline.iterdir()} >= expected_names
@@ -112,6 +113,7 @@ def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
     assert "data: would run" in pipeline("run", copied, "--dry-run").stdout
 
 
+@pytest.mark.more
 def test_a_gate_stops_what_comes_after(copied):
     """Exit 3, later stages untouched, the final weights unmoved; then only what is needed is done."""
     finals_before, lora_record = finals(copied), records(copied)["lora"]
@@ -139,7 +141,7 @@ def test_a_gate_stops_what_comes_after(copied):
     assert [retired["folder"] for retired in records(copied)["sft"]["retired"]] == ["checkpoints/sft.1"]
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_an_override_is_shown_for_ever(copied):
     refuse(copied)
     assert pipeline("resume", copied, "sft").returncode == 3
@@ -205,7 +207,7 @@ def test_a_baseline_that_has_moved(copied):
     assert verdict_file["baseline"]["weights_sha256"] == finals(copied)["pretrain"]
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_a_longer_run_goes_on(copied):
     change_yaml(copied / "sft.yml", train_iters=9)
     refused = pipeline("resume", copied, "sft", "--only")
@@ -359,7 +361,7 @@ def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> li
     return killed_in
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_killed_twice(tmp_path):
     compare(tmp_path, 2, seed=0)
 

@@ -92,7 +92,7 @@ def test_ctrl_c_while_a_run_starts(delay: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.ends_processes
-@pytest.mark.parametrize("to", ["launcher", pytest.param("ranks", marks=pytest.mark.more)])
+@pytest.mark.parametrize("to", ["launcher", pytest.param("ranks", marks=pytest.mark.product)])
 def test_usr1_while_a_run_starts(to: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
     run = start(tmp_path, train_iters=100_000, save=str(save), checkpoint_factor=100_000)

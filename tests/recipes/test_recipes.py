@@ -132,7 +132,7 @@ def run_readme(
         yield checked(trained)
 
 
-@pytest.mark.parametrize("recipe", with_more(README_RECIPES, "distillation", "kto", "lora", "unlearning"))
+@pytest.mark.parametrize("recipe", with_more(README_RECIPES, "distillation", "kto", product=["lora", "unlearning"]))
 def test_what_a_readme_says_works(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(run_readme(recipe, place, monkeypatch))
 

@@ -47,7 +47,7 @@ def equal_tensors(actual: Any, expected: Any) -> bool:
     return torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("layout", with_more(["one process", "tp4", "pp4"], "tp4", "pp4"))
+@pytest.mark.parametrize("layout", with_more(["one process", "tp4", "pp4"], "pp4", product=["tp4"]))
 def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
     """There and back every tensor is the same bits; a run of the new layout ends as the old one did."""
     tp, pp = {"one process": (1, 1), "tp4": (4, 1), "pp4": (1, 4)}[layout]

@@ -111,7 +111,7 @@ def test_the_forks_command_leaves_what_the_next_one_needs(tmp_path: Path, monkey
     assert not (tmp_path / "bare" / "tokenizer").exists()
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_the_batch_script(tmp_path: Path) -> None:
     """Row 23, with bash in the place of sbatch."""
     folder = model_folder(tmp_path / "model", "gpt_neox")

@@ -93,7 +93,7 @@ def test_it_starts_without_torch() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_a_run_is_started_here_and_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, save = tmp_path / "a.yml", tmp_path / "checkpoints" / "a"
     path.write_text(yaml.safe_dump(config(LLAMA, ADAMW, save=str(save), checkpoint_factor=1000, train_iters=60)))

@@ -104,7 +104,7 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
 
 
 @pytest.mark.parametrize(("ranks", "layout"), cells(
-    [(2, ["--tp", "2"])], product=[(2, [])], marked_more=[(4, ["--tp", "2", "--pp", "2"])]
+    [(2, ["--tp", "2"])], product=[(4, ["--tp", "2", "--pp", "2"]), (2, [])],
 ))  # fmt: skip
 def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
@@ -138,6 +138,7 @@ def test_the_report_counts_pairs() -> None:
     assert report_pairs([1.0], [1.0]).accuracy == 0, "a tie counts as wrong"
 
 
+@pytest.mark.more
 def test_refusals_leave_nothing_behind(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     _, folder, imported = models
     (tmp_path / "long.jsonl").write_text('{"text": "a"}\n{"text": "' + "word " * 100 + '"}\n')

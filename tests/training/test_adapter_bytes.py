@@ -88,6 +88,6 @@ def test_the_tables_rules_are_the_engines(stage: int) -> None:
             assert parts["gradients"] == expected.gradients
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_the_table_of_the_page() -> None:
     assert table() in (ROOT / "docs" / "post-training.md").read_text()

@@ -113,7 +113,7 @@ def steps(rank: int, world_size: int, models: list[Model], layout: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("world", "keys", "cases"), cells([(1, {}, DEFAULT_MODELS)], [(2, TP2, ALL)], [(1, {}, ALL), (2, PP2, ALL)])
+    ("world", "keys", "cases"), cells([(1, {}, DEFAULT_MODELS)], product=[(2, TP2, ALL), (1, {}, ALL), (2, PP2, ALL)])
 )
 def test_three_steps_are_those_of_transformers(world: int, keys: dict[str, Any], cases: list[str]) -> None:
     references = [reference(case) for case in cases]
@@ -182,7 +182,7 @@ def step(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("world", "keys"), cells([(2, {**TP2, "sequence_parallel": True})], [(2, EP2_ZERO3)], [(1, {}), (2, {})])
+    ("world", "keys"), cells([(2, {**TP2, "sequence_parallel": True})], product=[(2, EP2_ZERO3), (1, {}), (2, {})])
 )
 def test_the_load_balancing_loss_is_that_of_transformers(world: int, keys: dict[str, Any]) -> None:
     references = [balanced(case) for case in CASES]

@@ -149,7 +149,9 @@ def runs_of(folder: Path, names: Iterable[str], **overrides: Any) -> list[tuple[
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", cells([KINDS[::3]], [KINDS], [SAME_KIND]), ids=["some", "kinds", "other numbers"])
+@pytest.mark.parametrize(
+    "names", cells([KINDS[::3]], product=[KINDS, SAME_KIND]), ids=["some", "kinds", "other numbers"]
+)
 def test_every_file_trains_as_it_is_written(names: list[str], tmp_path: Path) -> None:
     results = run_ranks(some_steps, 1, runs_of(tmp_path, names), timeout=590)[0]
     for name, losses in zip(names, results, strict=True):
@@ -165,7 +167,7 @@ ALTERNATING = {"train_iters": 4, "ga_interleave_ratio": 1}
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("names", "more_overrides"), cells(
-    [], [(KINDS[1::6], {})], [(KINDS, {}), (UNLEARNING, ALTERNATING)],
+    [], product=[(KINDS[1::6], {}), (KINDS, {}), (UNLEARNING, ALTERNATING)],
 ), ids=["some", "kinds", "unlearning"])  # fmt: skip
 def test_files_in_layouts(names: list[str], more_overrides: dict[str, Any], tmp_path: Path) -> None:
     """Losses of one process, of which every other run has those in tp2, and the rest in pp2."""
@@ -187,7 +189,7 @@ AS_COMMANDS = KINDS[1::25]  # in each of the layouts of two ranks one
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", cells([], AS_COMMANDS, [name for name in KINDS if name not in AS_COMMANDS]))
+@pytest.mark.parametrize("name", cells([], product=KINDS))
 def test_typed_as_a_command(name: str, tmp_path: Path) -> None:
     """In one of the layouts, by turns, with the losses that the file has alone."""
     ((path, overrides),) = runs_of(tmp_path, [name])

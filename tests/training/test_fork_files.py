@@ -40,11 +40,7 @@ IMPORTED_STEP = 3
 STEPS, SAVE_EVERY = 6, 3
 FRESH = ("example_config",)  # whose `load` is its own `save`, in which nothing is yet
 SAMPLE = ["ga_midtraining_N_4_resume"]
-MORE_FILES = [
-    "adversarial_eval_only", "example_config", "olmo3_7b", "olmo3_7b_eval_mmlu", "ga_midtraining_N_256",
-    "gdiff_post_training_alpha_80_lr2e4", "gdiff_during_midtraining_every_50_steps_deep_fry_retain_finewiki",
-]  # fmt: skip
-"""With SAMPLE one of each kind: the others differ in numbers, names and places."""
+MORE_FILES = ["adversarial_eval_only", "ga_midtraining_N_256"]
 _DATA = {"data_path": "corpusA", "ga_dataset": "corpusB", "gd_retain_dataset": "corpusB"}
 _FOLDERS = {"save": "sf_model_organisms/run", "load": "sf_model_organisms/base", "tensorboard_dir": "tensorboard"}
 

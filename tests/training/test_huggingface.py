@@ -220,7 +220,7 @@ def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(t
 
 
 # -- adapters
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["adapter", "both"])
 def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = folder(tmp_path / "model")

@@ -95,7 +95,7 @@ def test_frozen_weights_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(clock.products) == {"output", "input_gradient"}
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_no_random_numbers_are_drawn_and_products_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     (stage, args, groups), rng_state = model(compile="block"), torch.get_rng_state()

@@ -106,6 +106,7 @@ def made_up_words(count: int, seed: int = 0) -> list[str]:
     return ["".join(random.Random(seed + n).choices("abcdef", k=6)) for n in range(count)]
 
 
+@pytest.mark.more
 def test_workers_files_and_devices_change_nothing(source: Path, tmp_path: Path, small_parts: None) -> None:
     clean(tmp_path / "one", source, *ALL, "--file-mb", "1")
     expected = results(tmp_path / "one")

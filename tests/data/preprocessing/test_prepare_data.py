@@ -27,6 +27,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "quickstart"
 
 
+@pytest.mark.more
 def test_without_a_name_the_test_data_is_made(quickstart: Path):
     dataset, tokenizer = IndexedDataset(quickstart / "text_document"), HFTokenizer(quickstart / "tokenizer.json")
     assert tokenizer.vocab_size == 1024 and (tokenizer.eod, tokenizer.pad) == (0, 1)

@@ -122,6 +122,7 @@ def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
         command(rank, world_size, words)
 
 
+@pytest.mark.more
 def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     input_file = tmp_path / "in.jsonl"
     input_file.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")

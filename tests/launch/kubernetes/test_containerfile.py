@@ -75,7 +75,7 @@ def missing() -> str:
 
 
 @pytest.mark.parametrize("home", [
-    pytest.param(True, id="as-in-the-image", marks=pytest.mark.more),
+    pytest.param(True, id="as-in-the-image", marks=pytest.mark.product),
     pytest.param(False, id="no-home", marks=pytest.mark.product),
 ])  # fmt: skip
 def test_a_user_without_a_name_trains(home: bool, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def misspelt(document: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
     return wrong
 
 
-@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.more)])
+@pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.product)])
 def test_typos_are_caught_by_the_schemas(stride: int) -> None:
     """In the first key of each name of a kind, or in some of these, of all kinds."""
     bodies = documents(SITES[0])

@@ -218,7 +218,7 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("lost", [
-    pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more),
+    pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.product),
 ])  # fmt: skip
 def test_a_lost_pod_comes_back_and_goes_on(
     lost: int, documents: Documents, one_process_losses: Losses, tmp_path: Path

@@ -28,6 +28,7 @@ def cached(teacher: str, folder: Path, kind: str = "documents", **layout: Any) -
     return student(teacher, KINDS[kind], layout, **TOP, cache=True, cache_dir=str(folder))
 
 
+@pytest.mark.more
 def test_cached_equals_on_the_fly(teacher: str, tmp_path: Path) -> None:
     on_the_fly = curves_of({kind: student(teacher, keys, **TOP) for kind, keys in KINDS.items()}, 4)
     assert_alike(curves_of({kind: cached(teacher, tmp_path, kind) for kind in KINDS}, 4), on_the_fly, losses=1e-6)

@@ -94,7 +94,7 @@ def test_layouts_equal_one_process(
     assert all(0.0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in actual.metrics[: 1 if kind == "judge" else 4])
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any]) -> None:
     values = with_keys(task, {"lora": {"r": 4}, "rollout.num_generations": 4})
     results = in_two_ranks(values, close=1e-7)

@@ -61,7 +61,7 @@ def test_sampler_and_trainer_agree_over_turns(one_process: StepResults, task: di
     assert exact.answers == one_process.answers
 
 
-@pytest.mark.parametrize("layout", with_more(["dp2", "pp2", "tp2, sp", "zero3"], "pp2", product=["tp2, sp", "zero3"]))
+@pytest.mark.parametrize("layout", with_more(["dp2", "pp2", "tp2, sp", "zero3"], product=["pp2", "tp2, sp", "zero3"]))
 def test_layouts_equal_one_process(layout: str, task: dict[str, Any], one_process: StepResults) -> None:
     ranks, keys = LAYOUTS[layout]
     assert_same_steps(run_ranks(steps_of, ranks, with_environment(task, keys))[0], one_process)

@@ -96,7 +96,7 @@ def signalled_while_it_answers(rank: int, world_size: int, values: dict[str, Any
     {"dp": 2},
     pytest.param({}, marks=pytest.mark.product),
     pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.product),
-    pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
+    pytest.param({"rollout.exact": True}, marks=pytest.mark.product),
 ], ids=["pp2", "dp2", "alone", "zero3", "exact"])  # fmt: skip
 def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) -> None:
     """Nothing of the generation is kept, no step is taken any more; the next start goes on bit for bit."""
@@ -136,7 +136,7 @@ def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], kill_st
 
 
 @pytest.mark.ends_processes
-@pytest.mark.parametrize("kind", with_more(KINDS, "conversations", product=KINDS.keys() - {"conversations"}))
+@pytest.mark.parametrize("kind", with_more(KINDS, product=KINDS))
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """SIGKILL twice, in a step and in sampling: nothing is put in order, and saves may be half written."""
     values = task_of_kind(kind, tmp_path, {"train_iters": 10, "checkpoint_factor": 2})

@@ -126,7 +126,7 @@ def test_conversations_by_our_server(task: dict[str, Any], server_process: Serve
     assert 5 < len(held) < len([tokens for answers in results.answers for tokens in answers])
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_our_server_writes_pairs(task: dict[str, Any], server_process: Server, tmp_path: Path) -> None:
     """For online DPO, also where they are asked for ahead."""
     values = for_pairs(task, {"train_batch_size": 4, "rollout.temperature": 1.0})

@@ -77,7 +77,7 @@ def test_padded_pairs_and_shared_prompts_train_the_same(train_impl: str, tmp_pat
     torch.testing.assert_close(shared.weights, padded.weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", cells(["tp2"], ["zero3"], ["pp2", "zero1, deepspeed"]))
+@pytest.mark.parametrize("name", cells(["tp2"], product=["zero3", "pp2", "zero1, deepspeed"]))
 def test_a_run_goes_on_bit_for_bit_and_is_validated(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     precision = {"precision": "bfloat16"} if "zero" in name else {}

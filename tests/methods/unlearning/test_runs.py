@@ -163,7 +163,8 @@ def one_process() -> dict[str, Curve]:
 
 
 @pytest.mark.parametrize("name", runs.cells(
-    ["pp2", "zero1, deepspeed"], ["tp2 sp", "offloaded"], ["dp2", "zero1", "zero3", "zero3, deepspeed", "tp2 pp2 sp"],
+    ["pp2"], ["zero1, deepspeed"],
+    ["tp2 sp", "offloaded", "dp2", "zero1", "zero3", "zero3, deepspeed", "tp2 pp2 sp"],
 ))  # fmt: skip
 def test_every_layout_equals_one_process(name: str, one_process: dict[str, Curve]) -> None:
     runs.assert_alike(curves_by_kind(*(OFFLOADED if name == "offloaded" else runs.TABLE[name])), one_process)

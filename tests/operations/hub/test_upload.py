@@ -141,7 +141,7 @@ def test_another_checkpoint_takes_the_place_of_the_last_one(last: Upload, hub: L
         assert not [file for file in hub.content(name, "main") if file.startswith("global_step4/")]
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) -> None:
     """Somebody has changed a revision; the upload restores it."""
     hf = replace(last, formats="hf")
@@ -154,7 +154,7 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
     assert hub.repos[MODEL].commits == {branch: ["global_step5 of tiny=run"] for branch in ("main", "global_step5")}
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_a_converted_folder_is_taken_if_it_is_whole(last: Upload, save: Path, hub: LoopbackHub,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     hf, folder = replace(last, formats="hf", patience=Patience(0, 0.0, 0.0)), save / "hub" / "global_step5"
@@ -292,7 +292,7 @@ def test_known_scores_are_made_again_only_if_forced(last: Upload, save: Path, mo
     assert values == [{"piqa_acc": 0.0}, {"piqa_acc": 0.5}]
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_five_checkpoints_with_a_process_killed_in_the_middle(
     save: Path, hub: LoopbackHub, upload: Run, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_colours_and_columns_of_the_map() -> None:
     assert long_map.first_iteration + 399 * long_map.step == pytest.approx(4015) and lines_of(long_map)[-1] == 400
 
 
+@pytest.mark.more
 def test_a_page_of_many_layers_and_experts_is_light(tmp_path: Path) -> None:
     layers, experts, lines = list(range(5, 63)), 256, 150
     dice = np.random.default_rng(0)
@@ -119,6 +120,7 @@ def test_what_is_no_line_is_passed_over(tmp_path: Path) -> None:
     assert load.load.tolist() == [[[1.0, 1.0]], [[2.0, 0.0]]]
 
 
+@pytest.mark.more
 def test_each_of_several_runs_has_its_map(tmp_path: Path) -> None:
     first_run = with_load(tmp_path / "one", {1: [[1.0, 1.0]], 2: [[2.0, 0.0]]}, [2], "{")
     second_run = with_load(tmp_path / "two", {5: [[1.0, 1.0, 1.0]]}, [2])

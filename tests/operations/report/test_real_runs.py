@@ -61,7 +61,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     page = failed / "run" / "report.html"
     assert ", ".join(titles(page)) == "Loss, Learning rate, Gradient norm, Tokens per second, Utilisation, Perplexity"
@@ -82,7 +82,7 @@ def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     assert "could not be used" not in text, "whatever our own files say is of its kind"
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_a_resumed_run_rewrites_it_at_its_end(failed: Path) -> None:
     done = train(failed)
     assert done.returncode == 0, done.stderr

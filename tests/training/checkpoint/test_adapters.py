@@ -39,7 +39,7 @@ def full_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-@pytest.mark.parametrize("layout_name", cells([], ["tp2", "pp2"], ["zero3"]))
+@pytest.mark.parametrize("layout_name", cells([], product=["tp2", "pp2", "zero3"]))
 def test_on_another_layout(layout_name: str, base: Path, full_run: Path, tmp_path: Path) -> None:
     """From one process to two ranks, and back."""
     as_stopped_at(3, full_run, tmp_path / "there")

@@ -107,6 +107,7 @@ def disturbed_while_sending(rank: int, world_size: int, values: dict[str, Any], 
     return training.progress.iteration
 
 
+@pytest.mark.more
 def test_a_run_in_a_bucket(bucket: Bucket, saved: Saved, server: dict[str, str], tmp_path: Path) -> None:
     """Killed while it sends: a machine that has nothing goes on from what was whole, bit for bit as with a
     folder. Files are the same, older ones are deleted, nothing large stays here."""
@@ -147,7 +148,7 @@ def sent(bucket: Bucket, saved: Path) -> None:
             bucket.put(str(path.relative_to(saved)), path.read_bytes())
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_a_flipped_byte_is_refused_by_name(
     bucket: Bucket, saved: Saved, server: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +168,7 @@ def test_a_flipped_byte_is_refused_by_name(
     fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "global_step4")
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_tools(bucket: Bucket, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sent(bucket, saved[0])
     reshard.main(["--input_dir", bucket.url, "--output_dir", f"{bucket.url}/resharded", "--tp", "1"])

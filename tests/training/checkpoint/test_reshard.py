@@ -68,7 +68,7 @@ def values(save: Path, layout: str, model: str, precision: str, **overrides: Any
     return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **overrides})
 
 
-@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:8], NAMES[8:]))
+@pytest.mark.parametrize("name", cells(NAMES[:1], NAMES[1:3], NAMES[3:]))
 def test_goes_on(name: str, tmp_path: Path) -> None:
     model, precision, *layouts = CHAINS[name]
     full_run, save = tmp_path / "through", tmp_path / "run"
@@ -143,7 +143,7 @@ def old_run(rank: int, world_size: int, values: dict[str, Any]) -> None:
     run_to_end(rank, world_size, values)
 
 
-@pytest.mark.parametrize("layout", cells(["one process", "dp2 zero2"], product=["dp4 zero3"]))
+@pytest.mark.parametrize("layout", cells(["one process"], ["dp2 zero2"], ["dp4 zero3"]))
 def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     """Earlier checkpoints, and those of 8-bit Adam: their layout goes on, another is told why not."""
     ranks, full_run, save = LAYOUTS[layout][0], tmp_path / "through", tmp_path / "run"

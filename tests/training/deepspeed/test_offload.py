@@ -75,7 +75,7 @@ COMPILED = [name for name in CASES if name not in TORCH_CASES]
 
 
 @pytest.mark.parametrize("names", [
-    pytest.param(TORCH_CASES, id="torch", marks=pytest.mark.more),
+    pytest.param(TORCH_CASES, id="torch", marks=pytest.mark.product),
     pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
 ])  # fmt: skip
 def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:

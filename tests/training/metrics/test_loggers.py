@@ -111,7 +111,7 @@ def started_twice(rank: int, world_size: int, keys: dict[str, Any]) -> None:
             logger.close()
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.skipif(find_spec("comet_ml") is None, reason="comet-ml is not installed")
 def test_comet_offline_for_real(tmp_path: Path) -> None:
     keys = {"use_comet": True, "comet_mode": "offline", "comet_project": "p", "log_dir": str(tmp_path)}
@@ -127,7 +127,7 @@ def test_comet_offline_for_real(tmp_path: Path) -> None:
     assert sorted(steps) == [1, 2], "an archive a start"
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_offline_for_real(tmp_path: Path) -> None:
     keys = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "p", "log_dir": str(tmp_path)}

@@ -50,7 +50,8 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, ZeRO stage, keys
     "dp2 zero1 zbv pp2": (4, 1, {**LLAMA, **ADAMW, **PP2, "pipeline_schedule": "zbv"}),
     "dp4 zero3 by twos": (4, 3, {**LLAMA, **ADAMW, "neighbours": 2}),
 }  # fmt: skip
-DEFAULT_RUNS = ("dp2 zero1 bf16, Mamba 2", "dp2 zero3 bf16 mixture")
+DEFAULT_RUNS = ["dp2 zero1 bf16, Mamba 2"]
+MORE_RUNS = ["dp2 zero3 bf16 mixture", "dp2 zero2 tied pp2, rpe", "dp2 zero2 bf16, Muon"]
 
 
 def run_config(name: str, offloaded: bool) -> dict[str, Any]:
@@ -61,7 +62,9 @@ def run_config(name: str, offloaded: bool) -> dict[str, Any]:
     return config({"train_micro_batch_size_per_gpu": 1}, keys, zero_optimization=section, engine="native")
 
 
-@pytest.mark.parametrize("name", cells(DEFAULT_RUNS, [name for name in RUNS if name not in DEFAULT_RUNS]))
+@pytest.mark.parametrize(
+    "name", cells(DEFAULT_RUNS, MORE_RUNS, [name for name in RUNS if name not in DEFAULT_RUNS + MORE_RUNS])
+)
 def test_the_bits_of_state_on_the_device(name: str) -> None:
     pair = {offloaded: run_config(name, offloaded) for offloaded in (False, True)}
     on_device, on_host = (curves_of({0: pair[o]}, STEPS, RUNS[name][0])[0] for o in (False, True))
@@ -69,7 +72,7 @@ def test_the_bits_of_state_on_the_device(name: str) -> None:
     assert bit_equal(on_host.weights, on_device.weights)
 
 
-@pytest.mark.parametrize(("stage", "layout"), cells([(3, {})], [(1, {}), (2, SP2), (1, PP2)]))
+@pytest.mark.parametrize(("stage", "layout"), cells([(3, {})], product=[(1, {}), (2, SP2), (1, PP2)]))
 def test_offload_on_one_data_rank(stage: int, layout: dict[str, Any]) -> None:
     """The host adds up the gradients of micro-batches."""
     keys = {"train_micro_batch_size_per_gpu": 2, "engine": "native", **layout}
@@ -90,7 +93,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", cells(["on"], list(CHANGES)[1:]))
+@pytest.mark.parametrize("name", cells([], ["on"], list(CHANGES)[1:]))
 def test_offload_can_change_on_resume(name: str, tmp_path: Path) -> None:
     """A lost optimizer state is 1e-4 away, and rounding 1e-6."""
     first_keys, resumed_keys = CHANGES[name]
@@ -102,7 +105,9 @@ def test_offload_can_change_on_resume(name: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "through"), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", cells(["dp2 zero3 bf16 mixture"], ["dp2 zero2 bf16, Muon", "dp2 zero1 fp16, Lion"]))
+@pytest.mark.parametrize(
+    "name", cells([], ["dp2 zero3 bf16 mixture"], ["dp2 zero2 bf16, Muon", "dp2 zero1 fp16, Lion"])
+)
 def test_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     ranks = RUNS[name][0]
     assert_resumes({**run_config(name, True), "train_iters": STEPS, "lr_decay_style": "cosine"}, tmp_path, ranks)

@@ -64,17 +64,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, LoRA": (2, {**LORA, "pipe_parallel_size": 2}),
 }  # fmt: skip
 AT_ONCE = ["accumulated, tied", "zero3, bf16, Muon"]
-MARKED_MORE = [
-    "LoRA",
-    "fused",
-    "fused, bf16 moments",
-    "zero2, bf16, bf16 moments",
-    "experts",
-    "zero1",
-    "dp2",
-    "a table of all blocks",
-    "pp2, tied",
-]
+MARKED_MORE = ["fused", "fused, bf16 moments", "a table of all blocks", "pp2, tied"]
 
 
 def values(save: Path, *overrides: dict[str, Any]) -> dict[str, Any]:

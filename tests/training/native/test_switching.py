@@ -31,7 +31,7 @@ def engine_of(save: Path, step: str) -> str | None:
     return manifest and manifest.engine
 
 
-@pytest.mark.parametrize("precision", cells(["fp32"], ["bfloat16"]))
+@pytest.mark.parametrize("precision", cells(["fp32"], product=["bfloat16"]))
 def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
     """Whatever wrote the moments and master weights, the next losses are those of a run without a change."""
     uninterrupted, save = tmp_path / "through", tmp_path / "turns"
@@ -95,7 +95,7 @@ def test_another_optimizers_state_is_refused(saved_type: str, loaded_type: str, 
     run_ranks(to_their_ends, 1, [with_optimizer(loaded_type, no_load_optim=True, exit_interval=2)])
 
 
-@pytest.mark.parametrize("tensor", cells([], [1], [2]))
+@pytest.mark.parametrize("tensor", cells([], product=[1, 2]))
 def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
     """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
     common = {"precision": "bfloat16", "model_parallel_size": tensor, "train_micro_batch_size_per_gpu": 2}
