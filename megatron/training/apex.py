@@ -11,6 +11,7 @@ from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.optional_packages import PackageProblem
 from megatron.training.native.apex_adam import ApexAdam
+from megatron.training.offload import offloads_optimizer
 
 
 def uses_apex(args: ModelArgs, device: torch.device) -> bool:
@@ -52,7 +53,7 @@ def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str
         if not stage.compiled and args.te_backend != "transformer_engine":
             set_norm_functions(stage, apex_norms())
             parts.append("FusedLayerNorm and FusedRMSNorm")
-        if engine == "native" and args.optimizer_name in ("adam", "adamw"):
+        if engine == "native" and args.optimizer_name in ("adam", "adamw") and not offloads_optimizer(args):
             parts.append("FusedAdam")
         choice = (
             ", ".join(parts)

@@ -82,19 +82,29 @@ class Lion(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
-            if not params:
-                continue
-            for param in params:
-                if "exp_avg" not in self.state[param]:
-                    self.state[param]["exp_avg"] = torch.zeros_like(param)
-            momenta = [self.state[param]["exp_avg"] for param in params]
-            grads = scaled_gradients(self, [param.grad for param in params], momenta)
-            lr, (beta1, beta2) = group["lr"] * update_factor(self), group["betas"]
-            updates = torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1))
-            torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-            torch._foreach_mul_(updates, -lr)
-            torch._foreach_add_(params, updates)
-            torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
+            for part in update_batches(params):
+                self._update(group, part)
+
+    def _update(self, group: dict[str, Any], params: list[Any]) -> None:
+        for param in params:
+            if "exp_avg" not in self.state[param]:
+                self.state[param]["exp_avg"] = torch.zeros_like(param)
+        momenta = [self.state[param]["exp_avg"] for param in params]
+        grads = scaled_gradients(self, [param.grad for param in params], momenta)
+        lr, (beta1, beta2) = group["lr"] * update_factor(self), group["betas"]
+        updates = torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1))
+        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+        torch._foreach_mul_(updates, -lr)
+        torch._foreach_add_(params, updates)
+        torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
+
+
+def update_batches(params: list[Any]) -> list[list[Any]]:
+    """Returns the lists of parameters whose updates run as one operation: on a GPU all of them. On a CPU each
+    is alone, because offloaded ones fill the memory and an update makes copies."""
+    if not params or params[0].device.type == "cuda":
+        return [params] if params else []
+    return [[param] for param in params]
 
 
 def scaled_gradients(
@@ -109,6 +119,14 @@ def scaled_gradients(
     if skip is None:
         return scaled
     return [torch.where(skip > 0, momentum, grad) for momentum, grad in zip(momenta, scaled, strict=True)]
+
+
+def norm_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype in which to sum the squares of tensors on `device`.
+
+    It is fp64 on CPUs, where torch's fp32 norm of a large tensor is too small: by 1 % at 1e8 elements.
+    """
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def update_factor(optimizer: torch.optim.Optimizer) -> Tensor | float:

@@ -70,7 +70,7 @@ def explained(
         f"{_size(use.free)} free of {_size(use.total)}"
     )
     held = held_bytes(parts(), torch.device("cpu") if cpu else device)
-    return OutOfMemoryError("\n".join([summary, f"{place} holds {holdings(use, held)}", *advice(args)]))
+    return OutOfMemoryError("\n".join([summary, f"{place} holds {holdings(use, held)}", *advice(args, on_gpu=not cpu)]))
 
 
 def held_bytes(parts: Mapping[str, Iterable[Tensor]], device: torch.device) -> dict[str, int]:
@@ -106,7 +106,7 @@ def holdings(use: MemoryUse, held: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size > 0) or "no tensors of this run"
 
 
-def advice(args: NeoXArgs) -> list[str]:
+def advice(args: NeoXArgs, on_gpu: bool = True) -> list[str]:
     """Returns one line that names the keys to change to save memory in this run, cheapest first.
 
     Returns [] if every such key is at its limit.
@@ -121,7 +121,7 @@ def advice(args: NeoXArgs) -> list[str]:
     if args.tp > 1 and not args.sequence_parallel:
         keys.append(("sequence_parallel", "false -> true"))
     highest = 1 if args.defers_weight_gradients or (args.pp > 1 and args.engine == "deepspeed") else 3
-    can_offload = not offloads_optimizer(args) and not args.use_bnb_optimizer
+    can_offload = on_gpu and not offloads_optimizer(args) and not args.use_bnb_optimizer
     shards = args.data_parallel_size > 1 or offloads_optimizer(args) or (can_offload and args.zero_stage == 0)
     if shards and args.zero_stage < highest:
         keys.append(("zero_optimization.stage", f"{args.zero_stage} -> {args.zero_stage + 1}"))

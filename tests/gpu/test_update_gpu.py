@@ -138,3 +138,19 @@ def test_under_the_next_forward_the_bits_are_the_same(fused: bool, moments: str,
             losses = [training.engine.train_step(next(batches), 1e-3).loss for _ in range(12)]
             results[overlap] = [float(loss) for loss in losses], training.engine.weights(master=True)
     assert results[True][0] == results[False][0] and bit_equal(results[True][1], results[False][1])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_in_host_memory_train_alike(stage: int, device: torch.device) -> None:
+    """Page-locked, with copies that the host does not wait for; kernels of the CPU round otherwise."""
+    keys = {"precision": "bfloat16", "engine": "native", "compile": False, "train_micro_batch_size_per_gpu": 4}
+    results = {}
+    for section in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        with run(config(LLAMA, keys, zero_optimization={"stage": stage, **section})) as training:
+            batches = batches_of(training)
+            steps = [training.engine.train_step(next(batches), 1e-3) for _ in range(8)]
+            results[bool(section)] = [float(step.loss) for step in steps], float(steps[-1].grad_norm)
+            states = training.engine.tensors()["optimizer states"]
+            assert {tensor.device.type for tensor in states} == {"cpu" if section else device.type}
+    assert results[True][0] == pytest.approx(results[False][0], rel=2e-3)
+    assert results[True][1] == pytest.approx(results[False][1], rel=2e-2)

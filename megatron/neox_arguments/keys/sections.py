@@ -148,7 +148,7 @@ class OffloadParam:
     """The sub-keys of the configuration key `zero_optimization.offload_param`."""
 
     device: Literal["none", "cpu", "nvme"] = key(**_DEVICE)
-    pin_memory: bool = key(None, "Keep what is offloaded in page-locked memory; unset: native does, deepspeed does not")
+    pin_memory: bool = key(None, "Keep weights in page-locked memory, with engine: deepspeed")
     nvme_path: str = key(None, "nvme: folder of the files", no_effect=_ON_DISK)
     buffer_count: int = key(None, "nvme: number of buffers", gt=0, no_effect=_ON_DISK)
     buffer_size: int = key(None, "nvme: elements of a buffer", gt=0, no_effect=_ON_DISK)

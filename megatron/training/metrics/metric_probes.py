@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu import ParallelGroups
+from megatron.training.optimizers import norm_dtype
 
 
 class Probe(Protocol):
@@ -25,8 +26,11 @@ def sum_over_ranks(values: Tensor, groups: ParallelGroups) -> Tensor:
 
 
 def sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Returns the sum of squares of all elements of `parts`, an fp64 scalar on `device`. The norm of each
-    part is computed in fp32."""
+    """Returns the sum of squares of all elements of `parts`, an fp64 scalar on `device`.
+
+    The parts are on one device, which computes the norm of each in its `norm_dtype`.
+    """
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(parts, 2, torch.float32)).to(device).double().square().sum()
+    norms = torch._foreach_norm(parts, 2, norm_dtype(parts[0].device))
+    return torch.stack(norms).to(device).double().square().sum()

@@ -1,16 +1,17 @@
 """Computes the norms of weight, gradient and optimizer state of each full parameter, equal in any layout."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from megatron.distributed import run_on_all_ranks
 from megatron.model import named_params, trained_parameters
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine, Parts
 from megatron.training.metrics.metric_probes import sum_over_ranks
+from megatron.training.optimizers import norm_dtype
 
 
 class ParameterNorms:
@@ -69,7 +70,7 @@ class ParameterNorms:
         return names, torch.cat(values)
 
     def _squares(self, parts: Parts) -> Tensor:
-        return self._measure_all(parts, partial(torch.linalg.vector_norm, dtype=torch.float32)).square()
+        return self._measure_all(parts, lambda part: vector_norm(part, dtype=norm_dtype(part.device))).square()
 
     def _measure_all(self, parts: Parts, measure: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns `measure` of this rank's part of each trained parameter of the model, `[parameters]` fp64.

@@ -31,7 +31,7 @@ class NativeEngine(Engine):
     """The `Engine` that uses autograd, torch's `fully_shard` and a torch optimizer.
 
     The host does not wait for the device between two logged steps, except with `skip_step_above_sigma`, which
-    reads each step's loss.
+    reads each step's loss, and with `offload_optimizer`, which needs gradients and their norm on the host.
     """
 
     name = "native"

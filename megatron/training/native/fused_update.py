@@ -93,18 +93,19 @@ def adamw(
     counts = torch.stack(steps)
     keys = step_keys(streams, counts.long()).unbind() if firsts else ()
     if masters[0].device.type != "cuda":
-        copies = [gradient.to(torch.float32, copy=True) for gradient in gradients]
-        averages, squares = [[m.float() for m in moments] for moments in (exp_avgs, exp_avg_sqs)]
-        torch._fused_adamw_(
-            masters, copies, averages, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
-        if out:
-            torch._foreach_copy_(out, masters)
-        for i, (key, start) in enumerate(zip(keys, firsts, strict=True)):
-            bits = noise(key, start, masters[i].numel()).view(masters[i].shape)
-            exp_avgs[i].copy_(rounded(averages[i], bits & 0xFFFF))
-            exp_avg_sqs[i].copy_(rounded(squares[i], bits >> 16))
+        for i, master in enumerate(masters):  # one at a time: offloaded ones fill the memory, and this makes copies
+            gradient = gradients[i].to(torch.float32, copy=True)
+            average, square = exp_avgs[i].float(), exp_avg_sqs[i].float()
+            torch._fused_adamw_(
+                [master], [gradient], [average], [square], [], [steps[i]], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+                weight_decay=weight_decay, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+            if out:
+                out[i].copy_(master)
+            if firsts:
+                bits = noise(keys[i], firsts[i], master.numel()).view(master.shape)
+                exp_avgs[i].copy_(rounded(average, bits & 0xFFFF))
+                exp_avg_sqs[i].copy_(rounded(square, bits >> 16))
     else:
         from megatron.training.native.adamw_kernel import update
 

@@ -70,7 +70,7 @@ def native_only_feature(args: NeoXArgs) -> str | None:
 def layout_problems(args: NeoXArgs) -> Iterator[str]:
     """Yields an error line for each setting that the native engine cannot combine with this parallel layout.
 
-    These are `zero_hpz_partition_size`, if it does not fit the ZeRO stage or the data ranks, selective
+    These are `zero_hpz_partition_size`, if it does not fit the data ranks, selective
     recomputation with expert parallelism and ZeRO, and ZeRO 2 and 3 and asynchronous tensor parallelism with
     deferred weight gradients.
     """
@@ -94,15 +94,18 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
         )
     key = "zero_optimization.zero_hpz_partition_size"
     neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
-    if neighbours > 1 and args.zero_stage != 3:
-        yield f"{args.origin(key)}: {key} {neighbours} needs zero_optimization.stage 3, not {args.zero_stage}"
-    elif neighbours > 1 and args.expert_parallel_size > 1:
+    if args.zero_stage != 3:  # it has no effect there, on both engines
+        return
+    if neighbours > 1 and args.expert_parallel_size > 1:
         yield f"{args.origin(key)}: {key} {neighbours} cannot be used with expert_parallel_size; remove one of them"
     elif data % neighbours:
         yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} data-parallel ranks; set a divisor"
 
 
 def idle_keys(args: ModelArgs) -> list[str]:
-    """Returns the keys of `zero_optimization` that the user set but that only DeepSpeed reads."""
+    """Returns the keys of `zero_optimization` that the user set but that the native engine does not read."""
     names = [name for name in args.zero_optimization if name not in _HONOURED_KEYS]
+    if args.zero_optimization["stage"] != 3 and args.zero_optimization["zero_hpz_partition_size"] > 1:
+        names.append("zero_hpz_partition_size")
+    names += ["offload_param.pin_memory"] if args.zero_optimization["offload_param"] is not None else []
     return [name for name in names if args.origin(f"zero_optimization.{name}") != "default"]

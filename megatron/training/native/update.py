@@ -21,7 +21,14 @@ from megatron.training.native.shards import Shard, Weights
 from megatron.training.native.stochastic_rounding import Stream, stream_number
 from megatron.training.native.update_schedule import PartialUpdate, UpdateSchedule, first_uses
 from megatron.training.nonfinite_guard import GradientWatch
-from megatron.training.optimizers import Lion, clip_gradients, leave_out, set_learning_rate, weight_decay_groups
+from megatron.training.optimizers import (
+    Lion,
+    clip_gradients,
+    leave_out,
+    norm_dtype,
+    set_learning_rate,
+    weight_decay_groups,
+)
 
 
 class _Part(NamedTuple):
@@ -78,8 +85,8 @@ class Update:
         filled = [self._zero if g is None else g for g in gradients]
         shard_norms = self._owned  # empty, if nothing of this stage is trained
         if filled:
-            dtype = torch.float32 if self._fused else None
-            shard_norms = torch.stack(torch._foreach_norm(filled, 2, dtype)).to(self._groups.device)
+            norms = torch._foreach_norm(filled, 2, norm_dtype(self._weights.state_device))
+            shard_norms = torch.stack(norms).to(self._groups.device, torch.float32)
         self._watch.mark(shard_norms, summed=self._groups.size("data") > 1)
         # A non-finite norm of a shard that does not count here gives NaN too (inf * 0), as the verdict does.
         sums = torch.stack([shard_norms.square().dot(self._owned), self._watch.local_mark])

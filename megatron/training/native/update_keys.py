@@ -88,7 +88,8 @@ def _moments(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
     """
     if engine != "native":
         return "engine: native"
-    if args.optimizer_name not in ("adam", "adamw") or args.use_bnb_optimizer or uses_apex(args, groups.device):
+    with_apex = not offloads_optimizer(args) and uses_apex(args, groups.device)
+    if args.optimizer_name not in ("adam", "adamw") or args.use_bnb_optimizer or with_apex:
         return "Adam or AdamW without apex or 8 bits"
     on_gpu = groups.device.type == "cuda" and not offloads_optimizer(args)
     if on_gpu and (find_spec("triton") is None or not has_compiler(groups.device)):
