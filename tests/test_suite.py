@@ -200,6 +200,7 @@ def test_what_failed_there_is_not_left_out(
     run_suite(pytester, suite, "--changed").assert_outcomes(passed=3)
 
 
+@pytest.mark.more
 def test_a_full_run_is_recorded(suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(suite))
     file, head = suite / "tests/last_full_run.json", git(suite, "rev-parse", "HEAD")

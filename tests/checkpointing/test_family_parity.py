@@ -71,7 +71,7 @@ LAST = tuple({kind: case for case, (kind, _) in CASES.items()}.values())
 
 @pytest.mark.parametrize(("cases", "layouts"), [
     pytest.param((), [(1, 1)], id="all"),
-    pytest.param(LAST, [(2, 2)], id="last"),
+    pytest.param(LAST, [(2, 2)], id="last", marks=pytest.mark.more),
     pytest.param(LAST, [(4, 1)], id="last, four ranks", marks=pytest.mark.product),
     pytest.param((), [(2, 1), (1, 2), (2, 2), (4, 1), (4, 2)], id="product", marks=pytest.mark.product),
 ])  # fmt: skip

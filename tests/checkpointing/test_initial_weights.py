@@ -54,6 +54,7 @@ def test_it_is_written_once_and_over_nothing_else(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.more
 def test_the_flag_starts_no_ranks(tmp_path):
     """deepy.py, typed: one process, whatever the layout; a run then loads it."""
     values = config(LLAMA, ADAMW, model_parallel_size=2, save=str(tmp_path / "init"))

@@ -33,6 +33,7 @@ def assert_close_to_hf(output: str) -> None:
     assert compared and float(compared[1]) < 1e-4, output
 
 
+@pytest.mark.more
 def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     out = tmp_path / "results"
     code, output, problems = run("--hf-model", model, "--eval_tasks", "shipped_choice", "shipped_perplexity",

@@ -298,6 +298,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_run_on_one_machine_listens_only_on_loopback(launch: Launch, tmp_path: Path) -> None:
     """As `ss -ltn` shows it, although MASTER_ADDR is another address of this machine, where it has one."""

@@ -66,7 +66,7 @@ def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
     assert [row["train/lm_loss"] for row in metric_rows(tmp_path)] == on_one_machine
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.ends_processes
 def test_a_dead_rank_is_named_on_both_machines_and_both_restart(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -59,7 +59,7 @@ def refuse(folder: Path, maximum: float = 0.1) -> None:
     write_yaml(folder / "gates.yml", gates)
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_layout_page_and_merged_weights(full_pipeline):
     expected_names = {"checkpoints", "data", "logs", "pipeline_state.json", "pipeline.html"}
     assert {path.name for path in full_pipeline.iterdir()} >= expected_names

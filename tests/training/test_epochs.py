@@ -253,7 +253,7 @@ def references() -> dict[tuple[str, str], Curve]:
     return curves_in(1, {"train_micro_batch_size_per_gpu": 8})
 
 
-@pytest.mark.parametrize("name", runs.cells(["zero3"], ["tp2 pp2 sp"], ["tp2 sp", "zero1", "pp2"]))
+@pytest.mark.parametrize("name", runs.cells([], ["zero3"], ["tp2 pp2 sp", "tp2 sp", "zero1", "pp2"]))
 def test_layout_equals_one_process(name: str, references: dict[tuple[str, str], Curve]) -> None:
     runs.assert_alike(curves_in(*runs.TABLE[name]), references)
 

@@ -73,20 +73,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 selective": (2, EP2 | RECOMPUTE | SELECTIVE),
     "tp2 zero3 selective": (4, TP2 | RECOMPUTE | SELECTIVE | zero(3)),
 }  # fmt: skip
-AT_ONCE = [
-    ("tp2", "topk", PACKED), ("pp2 deepspeed", "neox", UNPACKED), ("dp2 deepspeed", "topk", PACKED),
+AT_ONCE = [("tp2", "topk", PACKED), ("pp2 deepspeed", "neox", UNPACKED), ("dp2 deepspeed", "topk", PACKED)]
+MORE_CELLS = [
     ("pp2 ep2 zero1", "options", PACKED), ("ep2 dp4 zero3", "options", UNPACKED), ("ep2 tp2 sp zero3", "topk", PACKED),
+    ("tp2 cut sp", "options", UNPACKED), ("pp2", "capacity", PACKED), ("interleaved ep2 zero3", "options", PACKED),
+    ("pp2 ep2 zero0", "muon", UNPACKED), ("ep2 dp2 zero0", "capacity", UNPACKED), ("zbv", "neox", PACKED),
 ]  # fmt: skip
 # Every model, and the model with all options in every way that cuts its experts; each of both packed and not.
-MORE_CELLS = [
-    ("tp2 cut sp", "options", UNPACKED), ("tp2 cut sp", "muon", UNPACKED), ("pp2", "capacity", PACKED),
-    ("pp2 ep2 zero0", "muon", UNPACKED), ("pp2 ep2 zero3", "neox", UNPACKED), ("pp2 ep2 tp2", "topk", UNPACKED),
-    ("dp2 deepspeed zero3", "topk", PACKED), ("ep2 dp2 zero0", "capacity", UNPACKED), ("ep2 dp4 zero1", "topk", PACKED),
+SAMPLED_PRODUCT = [
+    ("tp2 cut sp", "muon", UNPACKED), ("pp2 ep2 zero3", "neox", UNPACKED), ("pp2 ep2 tp2", "topk", UNPACKED),
+    ("dp2 deepspeed zero3", "topk", PACKED), ("ep2 dp4 zero1", "topk", PACKED),
     ("ep2 dp4 zero2", "muon", UNPACKED), ("ep4 dp4 zero1", "neox", UNPACKED), ("ep4 dp4 zero2", "options", PACKED),
     ("ep2 tp2 cut zero1", "options", UNPACKED), ("ep2 recompute", "options", PACKED),
-    ("tp2 zero3 selective", "options", UNPACKED), ("interleaved ep2 zero3", "options", PACKED),
-    ("interleaved", "capacity", UNPACKED), ("zero bubble ep2", "muon", UNPACKED),
-    ("zbv ep2 zero1", "options", UNPACKED), ("zbv", "neox", PACKED),
+    ("tp2 zero3 selective", "options", UNPACKED), ("interleaved", "capacity", UNPACKED),
+    ("zero bubble ep2", "muon", UNPACKED), ("zbv ep2 zero1", "options", UNPACKED),
 ]  # fmt: skip
 PRODUCT = [
     (layout, model, PACKED if i % 2 else UNPACKED) for i, layout in enumerate(LAYOUTS) for model in ("topk", "options")
@@ -95,7 +95,7 @@ PRODUCT = [
 ]  # fmt: skip
 PRODUCT += [(layout, "muon", UNPACKED) for layout in ("ep2 dp2 zero0", "ep4 dp4 zero1", "ep2 tp2 sp zero3")]
 PRODUCT += [(layout, "capacity", UNPACKED) for layout in ("dp2 deepspeed", "ep2 tp2 sp zero3", "ep4 dp4 zero1")]
-PRODUCT = [case for case in PRODUCT if case not in AT_ONCE + MORE_CELLS]
+PRODUCT = SAMPLED_PRODUCT + [case for case in PRODUCT if case not in AT_ONCE + MORE_CELLS + SAMPLED_PRODUCT]
 
 
 Reference = Callable[[str, bool], Run]  # of one process, by model and packing

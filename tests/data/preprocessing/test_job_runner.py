@@ -67,6 +67,7 @@ def test_killed_three_times_and_still_the_same_bytes(tmp_path: Path):
     assert left == ["x.bin", "x.idx", "x.json"]
 
 
+@pytest.mark.more
 def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The process ends, without a word, at the n-th change of the file system, for every n."""
     monkeypatch.setattr(shards, "CHUNK_BYTES", 700)

@@ -60,6 +60,7 @@ def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, 
     return results
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", with_more(["tp2", "pp2", "tp2 x pp2"], product=["tp2", "pp2"]))
 def test_in_every_layout_as_alone(layout: str, separate_results: dict[str, list[tuple]]) -> None:
     ranks, values = LAYOUTS[layout]

@@ -63,6 +63,7 @@ def last(save: Path, client: None) -> Upload:
     return Upload(save, 5, MODEL, is_last=True, patience=QUICK)
 
 
+@pytest.mark.more
 def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackHub, tmp_path: Path) -> None:
     """Busy twice, cut within a file, an answer lost: one commit each, every object once, and then nothing."""
     messages: list[str] = []

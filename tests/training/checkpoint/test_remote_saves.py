@@ -134,6 +134,7 @@ def test_a_run_in_a_bucket(bucket: Bucket, saved: Saved, server: dict[str, str],
     assert verify(tmp_path / "global_step4") is not None
 
 
+@pytest.mark.more
 def test_a_lost_network_is_told_at_the_next_step(bucket: Bucket, server: dict[str, str], tmp_path: Path) -> None:
     run_values = values(bucket.url, tmp_path, train_iters=4000, checkpoint_factor=4000, extra_save_iters=[2, 4])
     iterations = run(run_values, server, disturbed_while_sending, False)

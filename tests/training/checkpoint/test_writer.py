@@ -350,6 +350,7 @@ def with_dropout(save: Path, **overrides: Any) -> dict[str, Any]:
     return {**SMALL, **ADAMW, "hidden_dropout": 0.1, "save": str(save), **overrides}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", cells(["zero3"], product=["pp2"]))
 def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]

@@ -142,9 +142,7 @@ def one_process() -> tuple[dict[str, Part], dict[str, Part]]:
     return run_ranks(in_layout, 1, {})[0]
 
 
-@pytest.mark.parametrize(
-    "name", cells(["zero3", "tp2 sp"], product=["dp2 x tp2 zero2", "dp2", "zero1", "dp4 zero3 by twos"])
-)
+@pytest.mark.parametrize("name", cells(["tp2 sp"], ["zero3"], ["dp2 x tp2 zero2", "dp2", "zero1", "dp4 zero3 by twos"]))
 def test_layouts(name: str, one_process: tuple[dict[str, Part], dict[str, Part]]) -> None:
     """The same gradients give the same bits: gathered whole, a matrix is what one process has. Gradients that
     differ in their last bits are rounded to other bf16 numbers: weights are as near as lr times 2^-9."""

@@ -56,7 +56,7 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, ZeRO stage, keys
     "dp4 zero3 by twos": (4, 3, {**LLAMA, **ADAMW, "neighbours": 2}),
 }  # fmt: skip
 DEFAULT_RUNS = ["dp2 zero1 bf16, Mamba 2"]
-MORE_RUNS = ["dp2 zero3 bf16 mixture", "dp2 zero2 tied pp2, rpe", "dp2 zero2 bf16, Muon"]
+MORE_RUNS = ["dp2 zero3 bf16 mixture"]
 
 
 def run_config(name: str, offloaded: bool) -> dict[str, Any]:

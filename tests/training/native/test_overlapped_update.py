@@ -64,7 +64,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, LoRA": (2, {**LORA, "pipe_parallel_size": 2}),
 }  # fmt: skip
 AT_ONCE = ["accumulated, tied", "zero3, bf16, Muon"]
-MARKED_MORE = ["fused", "fused, bf16 moments", "a table of all blocks", "pp2, tied"]
+MARKED_MORE = ["fused", "a table of all blocks"]
 
 
 def values(save: Path, *overrides: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def test_beside_a_reference(overrides: dict[str, Any], tmp_path: Path) -> None:
     assert len(losses(tmp_path / "True")) == 12
 
 
-@pytest.mark.parametrize("name", cells(["zero2"], ["Muon"]))
+@pytest.mark.parametrize("name", cells([], ["zero2"], ["Muon"]))
 def test_a_run_that_is_killed_goes_on(name: str, tmp_path: Path) -> None:
     """Killed once it has saved, it ends with the bits of one that was not, in either order."""
     ranks, overrides = CASES[name]
