@@ -27,13 +27,9 @@ LAYOUTS["dp4 zero3 by twos"] = (4, {"zero_optimization": {"stage": 3, "zero_hpz_
 ENGINES["dp4 zero3 by twos"] = ("native",)
 ROWS = [
     "tp2, native", "dp2 zero1, native", "dp2 zero3, native", "pp2, native", "dp2 x pp2 zero3, native",
-    "tp2 x pp2 +sp, deepspeed", "dp2 zero3, deepspeed",
+    "dp2 zero3, deepspeed",
 ]  # fmt: skip
-# Sequence parallelism with each ZeRO stage that cuts, data ranks beside every other axis, on both engines.
-MORE_ROWS = [
-    "dp2 zero2, native", "dp2 x tp2 +sp zero3, native", "dp4 zero3 by twos, native", "dp2 x tp2 zero2, deepspeed",
-    "dp2 x pp2, deepspeed", "tp2 x pp2 +sp, native", "pp4, native", "dp2 x pp2 zero1, native",
-]  # fmt: skip
+MORE_ROWS = ["dp2 x tp2 +sp zero3, native", "tp2 x pp2 +sp, native", "pp4, native", "tp2 x pp2 +sp, deepspeed"]
 ALL_ROWS = [f"{name}, {engine}" for name in LAYOUTS for engine in ENGINES[name]]
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
 STEPS = 6

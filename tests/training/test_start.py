@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert re.search(rf"^train.py: error: rank 1 of 2 .*127\.0\.0\.1:.*rank 0 \(host {HOST}\).* 1 s", text), text
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_torchrun_with_another_version_of_the_code_on_the_second_machine(tmp_path: Path) -> None:
     """Two of torchrun's agents; the second's line also asks for more layers."""
     shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
