@@ -82,7 +82,7 @@ HOST_RUNS: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", with_more(HOST_RUNS, "ZeRO 1", product=HOST_RUNS.keys() - {"ZeRO 1"}))
+@pytest.mark.parametrize("name", with_more(HOST_RUNS, "one rank", product=HOST_RUNS.keys() - {"one rank"}))
 def test_states_in_host_memory(name: str, fake_cuda: FakeCuda) -> None:
     """Nothing is left on the device between steps, and no operation mixes devices. A step needs at most what
     it needs with states on the device, less these, and fp32 shards of two blocks on their way."""

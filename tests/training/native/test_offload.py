@@ -11,6 +11,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.metrics.metric_probes import sum_of_squares
 from megatron.training.native.engine import NativeEngine
+from megatron.training.native.fully_sharded import ShardedWeights
 from megatron.training.native.update_keys import resolve_update_keys
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
@@ -92,6 +93,7 @@ def norms_of(rank: int, world_size: int, values: dict[str, Any], gradient: Tenso
     training = begin(values)
     engine = training.engine
     assert isinstance(engine, NativeEngine)
+    assert isinstance(engine.shards, ShardedWeights), "its states are offloaded, on one rank too"
     missing = [None] * (len(engine.shards.trained) - 1)
     squares = sum_of_squares([gradient], training.groups.device)
     return [float(engine._update.judge([gradient, *missing])), float(squares.sqrt())]
