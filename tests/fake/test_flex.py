@@ -24,7 +24,6 @@ CASES: dict[str, Case] = {
     "shared prompts, by itself": Case(values=PACKED_DPO, **SHARED),
     "shared prompts, recomputed": Case(values={**PACKED_DPO, **COMPILE, **RECOMPUTE}, **SHARED),
 }  # fmt: skip
-FAST_CASES = ("rows, by itself", "sinks, by itself")  # what is not compiled takes a second or two
 
 
 @pytest.mark.parametrize("name", with_more(CASES, "documents", product=CASES.keys() - {"documents"}))

@@ -10,7 +10,6 @@ from megatron.checkpointing.adapters import open_with_base, write_adapters
 from megatron.checkpointing.huggingface import HFFolder, import_hf
 from tests.generation.runs import command, lines
 from tests.generation.serving.server import NAME, greedy_texts, make_adapters, make_model
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.tools import test_ask as asking
 
@@ -47,7 +46,8 @@ def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
     return [line["text"] for line in lines(tmp_path / "out.jsonl")]
 
 
-@pytest.mark.parametrize("ranks", with_more([1, 2], product=[2, 1]))
+@pytest.mark.product
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks: int) -> None:
     expected = greedy_texts(adapted.model, PROMPTS, TOKENS)
     with adapted.model.disable_adapter():

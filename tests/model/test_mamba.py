@@ -18,7 +18,6 @@ from megatron.model import layer_params
 from megatron.model.mamba.chunk_scan import chunk_scan, chunk_step
 from megatron.model.mamba.convolution import causal_convolution
 from megatron.model.mamba.selective_scan import linear_recurrence, selective_scan, selective_step
-from tests.marks import with_more
 from tests.model.stages import document_batch, documents, groups_of, make_stage, random_batch, random_weights, small
 from tests.pool import run_ranks
 
@@ -210,7 +209,8 @@ def graphs_of_lengths(rank: int, world_size: int, kind: str) -> list[int]:
     return graphs
 
 
-@pytest.mark.parametrize("kind", with_more(["mamba", "mamba2"], product=["mamba2", "mamba"]))
+@pytest.mark.product
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_rows_of_many_lengths_share_compiled_graphs(kind: str) -> None:
     """As a curriculum has them: more lengths than dynamo would compile graphs for."""
     graphs = run_ranks(graphs_of_lengths, 1, kind, timeout=600)[0]

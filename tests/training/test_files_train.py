@@ -185,11 +185,9 @@ def test_files_in_layouts(names: list[str], more_overrides: dict[str, Any], tmp_
             assert all(0 < losses[step] < 20 for step in (0, 1, 3)), (path, losses)
 
 
-AS_COMMANDS = KINDS[1::25]  # in each of the layouts of two ranks one
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", cells([], product=KINDS))
+@pytest.mark.product
+@pytest.mark.parametrize("name", KINDS)
 def test_typed_as_a_command(name: str, tmp_path: Path) -> None:
     """In one of the layouts, by turns, with the losses that the file has alone."""
     ((path, overrides),) = runs_of(tmp_path, [name])

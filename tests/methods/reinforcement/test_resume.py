@@ -11,7 +11,6 @@ import pytest
 
 from megatron.generation import stopping
 from megatron.training import train
-from tests.marks import with_more
 from tests.methods.reinforcement.toy import full_run, lines_of, started_run, with_keys, write_task
 from tests.pool import run_ranks
 from tests.training.runs import bit_equal
@@ -136,7 +135,8 @@ def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], kill_st
 
 
 @pytest.mark.ends_processes
-@pytest.mark.parametrize("kind", with_more(KINDS, product=KINDS))
+@pytest.mark.product
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """SIGKILL twice, in a step and in sampling: nothing is put in order, and saves may be half written."""
     values = task_of_kind(kind, tmp_path, {"train_iters": 10, "checkpoint_factor": 2})

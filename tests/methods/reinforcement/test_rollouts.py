@@ -319,7 +319,8 @@ def test_rows_are_as_wide_as_the_longest_answer(layout: str, task: dict[str, Any
     assert actual.answers == one_rank.answers and actual.losses == pytest.approx(one_rank.losses, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", with_more(LEARNERS, product=LEARNERS))
+@pytest.mark.product
+@pytest.mark.parametrize("name", LEARNERS)
 def test_rewards_alone_teach_sums(name: str, tmp_path: Path) -> None:
     """The run learns more than a control of the same seed, whose rewards are those of other answers.
 

@@ -19,7 +19,6 @@ from megatron.operations.hub.in_training import PushToHub, hub_repository
 from megatron.process.metrics_file import read_metrics
 from megatron.process.run_files import Problems
 from tests.launch.runs import PIPED_OUTPUT, ROOT, wait_for
-from tests.marks import with_more
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
 from tests.training.runs import ADAMW, LLAMA, config
@@ -40,7 +39,8 @@ def start_run(folder: Path, environment: Env, **keys: Any) -> subprocess.Popen[s
 
 
 @pytest.mark.timeout(1800)  # 400 steps beside uploads; a loaded machine took more than the usual limit
-@pytest.mark.parametrize("async_save", with_more([False, True], product=[True, False]))
+@pytest.mark.product
+@pytest.mark.parametrize("async_save", [False, True])
 def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp_path: Path, async_save: bool) -> None:
     hub.fail(".* /", "late", times=10**6)
     keys = {"train_iters": 400, "checkpoint_factor": 100, "log_interval": 20, "async_save": async_save}

@@ -95,7 +95,8 @@ def test_another_optimizers_state_is_refused(saved_type: str, loaded_type: str, 
     run_ranks(to_their_ends, 1, [with_optimizer(loaded_type, no_load_optim=True, exit_interval=2)])
 
 
-@pytest.mark.parametrize("tensor", cells([], product=[1, 2]))
+@pytest.mark.product
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
     """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
     common = {"precision": "bfloat16", "model_parallel_size": tensor, "train_micro_batch_size_per_gpu": 2}
