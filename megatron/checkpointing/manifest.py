@@ -65,7 +65,7 @@ _OPTIONAL_FIELDS = ("config", "optimizer", "validation_loss", "engine", "base") 
 class ParallelLayout:
     """The parallel layout of the run that wrote a checkpoint.
 
-    pipe, data, tensor: numbers of pipeline, data-parallel and tensor-parallel ranks. precision: "fp32",
+    pipe, data, context, tensor: numbers of ranks of each kind of parallelism. precision: "fp32",
         "bf16" or "fp16".
     """
 
@@ -75,6 +75,7 @@ class ParallelLayout:
     zero_stage: int
     precision: str
     world_size: int
+    context: int = 1
 
     @classmethod
     def from_args(cls, args: ModelArgs, precision: str) -> Self:

@@ -50,6 +50,36 @@ class Documents(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False)
+class QueryRuns(TensorRecord):
+    """The queries of a context rank as runs of neighbouring columns in one document, for variable-length
+    kernels.
+
+    A run's queries see the keys of their document up to the run's end: causal attention, aligned at its end.
+    """
+
+    cu_seqlens: Tensor  # [n] int32, starts of runs in the rank's queries [batch * places], padded as in `Documents`
+    key_places: Tensor  # [keys] int64: row * seq + column of each run's keys, run after run; some more at the end
+    key_starts: Tensor  # [n] int32, starts of the runs' keys in `key_places`
+    max_seqlen: int  # number of queries of the longest run
+    max_keys: int  # the largest number of keys of a run
+
+
+@dataclass(frozen=True, eq=False)
+class ContextPart(TensorRecord):
+    """The columns of a batch's rows that one context-parallel rank computes, see `context_parts.part_of`.
+
+    A row that ranks cannot share evenly has padding: ranks compute its last column more than once, after
+    their own columns, and leave out what comes of it.
+    """
+
+    columns: Tensor  # [places] int64, ascending
+    order: Tensor  # [seq] int64: index of each column in the ranks' `columns`, laid end to end
+    token_mask: Tensor | None  # [places] bool, False for padding; None: no padding
+    runs: QueryRuns
+    loss_places: Tensor | None = None  # as `Batch.loss_places`, of this rank's columns
+
+
+@dataclass(frozen=True, eq=False)
 class MethodBatch(TensorRecord):
     """Base class for the fields of a micro-batch that only one training method reads (see
     `training/method.py`)."""
@@ -67,7 +97,13 @@ class Batch(TensorRecord):
     seed: int = 0  # seed of this micro-batch's dropout
     filled: Tensor | None = None  # [batch] int64, positions of each row before its padding; None: no padding
     loss_places: Tensor | None = None  # int64, see `places_of_loss`; None: the head runs at all positions
+    context: ContextPart | None = None  # the columns that this context-parallel rank computes; None: all
     method: MethodBatch | None = None  # fields that one training method adds
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns of each row that this rank computes, padding included."""
+        return self.tokens.shape[1] if self.context is None else len(self.context.columns)
 
     @property
     def padding(self) -> int:
@@ -75,10 +111,15 @@ class Batch(TensorRecord):
         return 0 if self.filled is None else self.tokens.numel() - int(self.filled.sum())
 
     def filled_places(self) -> Tensor | None:
-        """Return a boolean mask `[seq, batch]` that is False at padding; None if the batch has no padding."""
+        """Return a boolean mask of the columns that this rank computes, `[places, batch]`, False at padding;
+        None if the batch has no padding."""
+        device, context = self.tokens.device, self.context
+        columns = torch.arange(self.num_columns, device=device) if context is None else context.columns
+        token_mask = None if context is None or context.token_mask is None else context.token_mask.unsqueeze(1)
         if self.filled is None:
-            return None
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device).unsqueeze(1) < self.filled
+            return None if token_mask is None else token_mask.expand(-1, len(self.tokens))
+        filled = columns.unsqueeze(1) < self.filled
+        return filled if token_mask is None else filled & token_mask
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -213,10 +254,21 @@ def document_starts(begins: np.ndarray) -> Documents:
     firsts = begins.copy()
     firsts[:, 0] = True
     places = np.flatnonzero(firsts)
-    size = min(1 << len(places).bit_length(), begins.size + 1)
-    starts = np.full(size, begins.size, dtype=np.int32)
-    starts[: len(places)] = places
-    return Documents(torch.from_numpy(starts), int(np.diff(starts).max()))
+    starts = padded_starts(places, begins.size, num_starts(len(places), begins.size))
+    return Documents(starts, int(starts.diff().max()))
+
+
+def num_starts(texts: int, size: int) -> int:
+    """Return the length of `cu_seqlens` for so many texts in `size` tokens: a power of two, at most size +
+    1."""
+    return min(1 << texts.bit_length(), size + 1)
+
+
+def padded_starts(starts: np.ndarray, size: int, n: int) -> Tensor:
+    """Return the starts of texts in a tensor of `size` tokens, then `size` until the end, `[n]` int32."""
+    padded = np.full(n, size, dtype=np.int32)
+    padded[: len(starts)] = starts
+    return torch.from_numpy(padded)
 
 
 def _positions(begins: np.ndarray) -> np.ndarray:

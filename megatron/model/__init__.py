@@ -11,7 +11,7 @@ shape.
 from megatron.model.cache import KVCache
 from megatron.model.inference import Model, build_filled_stage, eager_blocks, for_inference, inference_mode
 from megatron.model.init import init_stage, materialize
-from megatron.model.pipeline_forward import forward_only
+from megatron.model.pipeline_forward import forward_only, with_context
 from megatron.model.stage import HiddenStates, InferenceContext, Stage, build_stage
 from megatron.model.trainable import freeze, lowest_trained, trained_parameters
 from megatron.model.weight_map import block_specs, layer_params, named_params, shared_params

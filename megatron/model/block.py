@@ -124,6 +124,7 @@ class Block(nn.Module):
         # parallelism each rank has other tokens, so the masks must differ.
         self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
         self.tensor_rank = groups.rank("tensor")  # each tensor rank has other attention heads
+        self.context_offset = groups.rank("context") * groups.size("tensor")  # each context rank has other tokens
         self.one_norm = "post_attention_layernorm" not in spec.norms
         mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
         self.mixer_name = None if mixer is None else mixer.module_name
@@ -150,12 +151,13 @@ class Block(nn.Module):
     def seeds(self, *parts: int) -> DropoutSeeds:
         """Returns the seeds of this rank's dropout for one micro-batch.
 
-        Tensor ranks get different seeds where their activations differ, else equal ones.
+        Ranks get different seeds where their activations differ, else equal ones.
 
         parts: the numbers on which the seeds depend: micro-batch seed and layer.
         """
         offsets = (self.tensor_rank, self.seed_offset, self.seed_offset, 0)
-        return DropoutSeeds(*(seed_tensor(mix_seed(*parts, i) + offset) for i, offset in enumerate(offsets)))
+        seeds = (mix_seed(*parts, i) + self.context_offset + offset for i, offset in enumerate(offsets))
+        return DropoutSeeds(*map(seed_tensor, seeds))
 
     def forward(
         self,

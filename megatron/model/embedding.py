@@ -9,6 +9,7 @@ from megatron.model.attention.masks import document_ids
 from megatron.model.positions import sinusoidal_embedding
 from megatron.model.specs import EmbeddingSpec, HeadSpec
 from megatron.mpu import (
+    ContextRank,
     ParallelGroups,
     ParamSpec,
     VocabParallelEmbedding,
@@ -51,20 +52,31 @@ def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return cu_seqlens.diff()[document_ids(cu_seqlens, rows, seq) - 1].float()
 
 
-def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0, parts: int = 1) -> Tensor:
+def add_noise(
+    x: Tensor,
+    lengths: Tensor,
+    alpha: float,
+    seed: int,
+    part: int = 0,
+    parts: int = 1,
+    context: ContextRank | None = None,
+) -> Tensor:
     """Returns `x` plus NEFTune's noise (arXiv 2310.05914): uniform in [-1, 1] times alpha / sqrt(length *
     hidden).
 
     The noise of the full sequence is a function of `seed` alone.
 
-    x: `[seq/parts, batch, hidden]`, part number `part` of `parts` equal parts of the sequence.
-    lengths: `[batch, seq]`, the length to use for each token.
+    x: `[places/parts, batch, hidden]`, part number `part` of `parts` equal parts of the sequence, or of the
+        columns of this context rank.
+    lengths: `[batch, seq]`, the length to use for each token of full rows.
     """
     rows, seq = lengths.shape
     shape = seq, rows, x.shape[-1]
     with fork_seed(mix_seed(seed, "neftune"), x.device):
-        noise = torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0).chunk(parts)[part]
-    size = (alpha / (lengths * x.shape[-1]).sqrt()).t().chunk(parts)[part]
+        noise = torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0)
+    size = (alpha / (lengths * x.shape[-1]).sqrt()).t()
+    noise, size = (v if context is None else context.local(v) for v in (noise, size))
+    noise, size = noise.chunk(parts)[part], size.chunk(parts)[part]
     return x + (noise * size.unsqueeze(-1)).to(x.dtype)
 
 
@@ -83,6 +95,7 @@ class Embedding(nn.Module):
             allocate(self.position_embeddings, positions, groups)
         self.dropout, self.noise = spec.dropout, spec.noise
         self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
+        self.seed_offset = groups.rank("context") * self.parts + self.part  # of dropout: ranks have other tokens
 
     @staticmethod
     def words(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
@@ -98,20 +111,29 @@ class Embedding(nn.Module):
     def params(cls, spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
         return (*cls.words(spec), *cls.positions(spec))
 
-    def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        seed: int,
+        cu_seqlens: Tensor | None = None,
+        context: ContextRank | None = None,
+    ) -> Tensor:
         """Returns hidden states `[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism).
 
-        tokens, positions: `[batch, seq]`.
+        tokens: `[batch, seq]`, full rows. positions: of the columns that this context rank computes.
         seed: of noise and dropout.
         cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end; None: each row is
             one document.
+        context: the columns that this context rank computes, and the only ones of the result; None: all.
         """
-        x = self.word_embeddings(tokens.t())
+        x = self.word_embeddings(tokens.t() if context is None else context.local(tokens.t()))
         sequence_group = self.group if self.sequence_parallel else None
         if self.multiplier != 1.0:
             x = x * torch.tensor(self.multiplier, dtype=x.dtype)
         if self.noise and self.training:
-            x = add_noise(x, document_lengths(tokens, cu_seqlens), self.noise, seed, self.part, self.parts)
+            lengths = document_lengths(tokens, cu_seqlens)
+            x = add_noise(x, lengths, self.noise, seed, self.part, self.parts, context)
         if self.position_embeddings is not None:
             rows = positions.t() + self.position_offset
             added = nn.functional.embedding(rows, self.position_embeddings.weight)  # type: ignore[arg-type]
@@ -119,4 +141,4 @@ class Embedding(nn.Module):
         if self.sinusoidal:
             added = sinusoidal_embedding(positions.t(), x.shape[-1]).to(x.dtype)
             x = x + scatter_to_sequence(added, sequence_group)
-        return dropout(x, self.dropout, seed_tensor(seed + self.part), self.training)
+        return dropout(x, self.dropout, seed_tensor(seed + self.seed_offset), self.training)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.context_parts import part_of
 from megatron.model.pipeline_partition import StagePlacement
 from megatron.model.stage import HiddenStates
 from megatron.mpu import HeadInput, ParallelGroups
@@ -22,11 +23,20 @@ StageForward = Callable[[HiddenStates | None, Batch, Callable[[HeadInput], Tenso
 
 
 def hidden_buffer(args: ModelArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Returns an empty tensor of the shape in which stages exchange a micro-batch's hidden states, `[seq/T,
-    batch, hidden]`."""
-    rows, seq = batch.tokens.shape
+    """Returns an empty tensor of the shape in which stages exchange a micro-batch's hidden states.
+
+    It is `[seq/T, batch, hidden]`, where seq is the number of columns that this context rank computes.
+    """
+    rows, seq = len(batch.tokens), batch.num_columns
     seq = seq // groups.size("tensor") if args.sequence_parallel else seq
     return torch.empty(seq, rows, args.hidden_size, dtype=dtype, device=groups.device)
+
+
+def with_context(batch: Batch, args: ModelArgs, groups: ParallelGroups) -> Batch:
+    """Returns the batch with the columns that this context rank computes; unchanged without context
+    parallelism."""
+    multiple = groups.size("tensor") if args.sequence_parallel else 1
+    return part_of(batch, groups.rank("context"), groups.size("context"), multiple)
 
 
 def _read(read: Read, batch: Batch, head: HeadInput) -> Tensor:

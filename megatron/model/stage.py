@@ -43,7 +43,16 @@ from megatron.model.specs import (
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
-from megatron.mpu import HeadInput, Linear, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed, share_out
+from megatron.mpu import (
+    ContextRank,
+    HeadInput,
+    Linear,
+    ParallelGroups,
+    copy_to_tensor,
+    gather_from_sequence,
+    mix_seed,
+    share_out,
+)
 from megatron.mpu.deferred import DeferredGradients
 from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
@@ -124,7 +133,7 @@ class Stage(nn.Module):
         super().__init__()
         self.chunks, self.specs = chunks, tuple(spec for chunk in chunks for spec in chunk)
         self.blocks = [spec for spec in self.specs if isinstance(spec, BlockSpec)]
-        self.device_of_groups = groups.device
+        self.device_of_groups, self.context_group = groups.device, groups.group("context")
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
         self.lowest_trained, self.backends, self.scans = lowest_trained, backends, scans
         self.run_blocks = _run_at_once
@@ -231,7 +240,9 @@ class Stage(nn.Module):
     ) -> AttentionInputs:
         """Returns the attention inputs of the block with NeoX layer index `layer`.
 
-        All blocks with equal `AttentionSpec.inputs` share them. positions: `[batch, seq]`.
+        All blocks with equal `AttentionSpec.inputs` share them.
+
+        positions: `[batch, seq]`, of the columns that this context rank computes.
         """
         mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer)
         if context.branch_ids is not None:
@@ -241,15 +252,22 @@ class Stage(nn.Module):
         if cache is not None and batch.positions is not None:
             return cached_inputs(mixer, positions, context.text_lengths, cache.length, self.dtype, bias)
         form = self.backends[mixer.backend].form(batch, mixer.window)
-        lengths = context.text_lengths
+        lengths, context_rank = context.text_lengths, self._context_rank(batch)
         if lengths is None and context.last_tokens is not None:
             lengths = context.last_tokens + 1
-        inputs = text_inputs(mixer, batch, positions, lengths, form, bias)
+        inputs = text_inputs(mixer, batch, positions, lengths, form, bias, context_rank)
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
-            for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out):
+            for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out, *(inputs.runs or ())):
                 if sized is not None:
                     torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
         return inputs
+
+    def _context_rank(self, batch: Batch) -> ContextRank | None:
+        """Returns the columns of the batch that this context rank computes; None: all."""
+        part = batch.context
+        if part is None or self.context_group is None:
+            return None
+        return ContextRank(self.context_group, part.columns, part.order, part.token_mask, part.loss_places)
 
     def _bias(self, layer: int, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
         spec = self.attention[layer]
@@ -324,12 +342,15 @@ class Stage(nn.Module):
         blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
         assert batch.documents is None or (inference.cache is None and inference.last_tokens is None)
         positions, starts = batch.positions, None if batch.documents is None else batch.documents.cu_seqlens
+        context_rank = self._context_rank(batch)
         if positions is None:
             seq = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
             positions = seq.unsqueeze(0).expand_as(batch.tokens)
+        if context_rank is not None:
+            positions = positions.index_select(1, context_rank.columns)
         if specs[0].kind == "embedding":
             with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
-                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), starts)
+                x = self.layers["0"](batch.tokens, positions, mix_seed(batch.seed, "embedding"), starts, context_rank)
         else:
             assert hidden is not None, "a pipeline stage after the first needs the previous stage's hidden states"
             x = hidden.hidden_states
@@ -351,7 +372,7 @@ class Stage(nn.Module):
             inputs |= {spec.index: states for spec in state_blocks}
         x, routed = self._run_blocks(blocks, x, inputs, batch, inference.cache)
         if self.balance is not None and self.training:
-            x = self.balance.attach(x, routed, [spec.index for spec in blocks])
+            x = self.balance.attach(x, routed, [spec.index for spec in blocks], context_rank)
         if specs[-1].kind not in ("head", "score"):
             return HiddenStates(x)
         if inference.logit_positions is not None:
@@ -360,7 +381,7 @@ class Stage(nn.Module):
             x = x[columns, rows].unsqueeze(1)
         norm, head = (self.layers[str(spec.index)] for spec in specs[-2:])
         enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
-        return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
+        return finish(HeadInput(enter(norm(x), head.group), head, context_rank))  # type: ignore[arg-type]
 
 
 def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, start: int, end: int) -> Ran:

@@ -2,7 +2,8 @@
 layer and its loss.
 
 groups.py: all process groups of a rank, as one frozen object. initialize.py creates and connects them.
-mappings.py: the collectives of tensor, sequence and expert parallelism, with gradients.
+mappings.py: the collectives of tensor, sequence and expert parallelism, with gradients. context.py: those of
+context parallelism.
 parameters.py: `ParamSpec`, which describes a parameter and how it is sharded.
 layers.py: the linear layer and the token embedding. parallel_linear.py: their column- and row-parallel
 computation.
@@ -16,6 +17,7 @@ random.py: dropout seeds. gpu_kernels.py: the GPUs on which each kernel has been
 Functions and classes take their process groups as arguments; nothing here is global.
 """
 
+from megatron.mpu.context import ContextRank, gather_keys
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
 from megatron.mpu.grouped import grouped_mm

@@ -128,7 +128,13 @@ def distillation_sums(
     columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
     places: `[n]` int64, row-major positions in `[seq, batch]` to compute; None: all.
     """
-    gradient = torch.is_grad_enabled()
+    gradient, context = torch.is_grad_enabled(), head.context
+    if context is not None:
+        labels = None if labels is None else context.local(labels)
+        places, rows = None if places is None else context.loss_places, weights.shape
+        weights = context.local_weights(weights)
+        if isinstance(teacher, TopTokens):
+            teacher = TopTokens(*(context.local(value.unflatten(0, rows)).flatten(0, 1) for value in teacher))
 
     def use(hidden: Tensor, layer: OutputLayer) -> DistillationSums:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)
@@ -147,7 +153,11 @@ def distillation_sums(
             )
         )
 
-    return head.use(use)
+    sums = head.use(use)
+    if context is None:
+        return sums
+    loss, divergence_sum, nll = context.total(torch.stack(sums)).unbind()
+    return DistillationSums(loss, divergence_sum.detach(), nll.detach())
 
 
 def top_tokens(
@@ -167,6 +177,10 @@ def top_tokens(
     places: `[n]` int64, row-major positions in `[seq, batch]` to compute, zeros elsewhere; None: all.
     """
 
+    context = head.context
+    if context is not None:
+        places = None if places is None else context.loss_places
+
     @torch.no_grad()
     def use(hidden: Tensor, layer: OutputLayer) -> TopTokens:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)
@@ -181,7 +195,10 @@ def top_tokens(
             return top
         return TopTokens(*(v.new_zeros(len(flat), v.shape[1]).index_copy(0, places, v) for v in top))
 
-    return head.use(use)
+    top, rows = head.use(use), head.hidden_states.shape[:2]
+    if context is None:
+        return top
+    return TopTokens(*(context.full(value.unflatten(0, rows)).flatten(0, 1) for value in top))
 
 
 def _top_of_chunk(logprobs: Tensor, k: int, part: VocabPart) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 AXES = ("pipe", "data", "context", "tensor")
 """The axes of the rank grid, slowest-varying first: consecutive ranks share a tensor group, as in NeoX and
 DeepSpeed."""
-FOLDED = ("expert", "expert_data")
-"""The two axes into which expert parallelism divides the data axis. Ranks of an `expert` group hold different
-experts of one model. Ranks of an `expert_data` group hold the same experts."""
+FOLDED = ("data_context", "expert", "expert_data")
+"""Axes made of those of the grid. Ranks of a `data_context` group hold the same weights: gradients are summed
+over them, and ZeRO shards over them. Expert parallelism divides this axis into two. Ranks of an `expert`
+group hold different experts of one model. Ranks of an `expert_data` group hold the same experts."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,15 @@ class ParallelGroups:
         return self.rank("pipe") == self._last_stage_rank
 
     def with_replicated_experts(self) -> ParallelGroups:
-        """Returns these groups without expert parallelism, for a model that has all experts on every data
-        rank."""
+        """Returns these groups without expert parallelism, for a model that has all experts on every rank of
+        `data_context`."""
         return replace(
             self,
-            sizes=MappingProxyType({**self.sizes, "expert": 1, "expert_data": self.sizes["data"]}),
-            ranks=MappingProxyType({**self.ranks, "expert": 0, "expert_data": self.ranks["data"]}),
-            handles=MappingProxyType({**self.handles, "expert": None, "expert_data": self.handles["data"]}),
+            sizes=MappingProxyType({**self.sizes, "expert": 1, "expert_data": self.sizes["data_context"]}),
+            ranks=MappingProxyType({**self.ranks, "expert": 0, "expert_data": self.ranks["data_context"]}),
+            handles=MappingProxyType({**self.handles, "expert": None, "expert_data": self.handles["data_context"]}),
             members=MappingProxyType(
-                {**self.members, "expert": (self.world_rank,), "expert_data": self.members["data"]}
+                {**self.members, "expert": (self.world_rank,), "expert_data": self.members["data_context"]}
             ),
         )
 
@@ -134,7 +135,8 @@ def build_groups(
     """Creates this rank's process group for each axis. All ranks call it together, after init_process_group.
 
     pipe, data, context, tensor: number of ranks along each axis; their product must be the world size.
-    expert: number of data ranks over which experts are sharded; it must divide `data`.
+    expert: number of neighbouring data and context ranks over which experts are sharded; it must divide
+        `data * context`.
     is_v_pipeline: the first pipeline rank holds the first stage and the last.
 
     A rank creates only the groups that it belongs to. All ranks create equally many groups, because torch
@@ -147,9 +149,11 @@ def build_groups(
             f"the parallel sizes {sizes} multiply to {math.prod(sizes.values())} ranks, but the run has {world_size}; "
             "start as many ranks as the product, or change the sizes"
         )
-    if data % expert:
+    copies = data * context
+    if copies % expert:
         raise ValueError(
-            f"expert_parallel_size {expert} does not divide the number of data-parallel ranks, {data}; choose a divisor"
+            f"expert_parallel_size {expert} does not divide the number of data- and context-parallel ranks, {copies}; "
+            "choose a divisor"
         )
     if world_size == 1:
         return ParallelGroups.single(device)
@@ -160,17 +164,18 @@ def build_groups(
     for position, axis in enumerate(AXES):
         index = tuple(coordinate[:position] + coordinate[position + 1 :])
         members[axis] = tuple(grid.movedim(position, -1)[index].tolist())
-    replica, expert_rank = divmod(ranks["data"], expert)
-    sizes |= {"expert": expert, "expert_data": data // expert}
+    ranks["data_context"] = ranks["data"] * context + ranks["context"]
+    members["data_context"] = tuple(grid[ranks["pipe"], :, :, ranks["tensor"]].flatten().tolist())
+    replica, expert_rank = divmod(ranks["data_context"], expert)
+    sizes |= {"data_context": copies, "expert": expert, "expert_data": copies // expert}
     ranks |= {"expert": expert_rank, "expert_data": replica}
-    members["expert"] = members["data"][replica * expert :][:expert]
-    members["expert_data"] = members["data"][expert_rank::expert]
-    handles = {axis: None if sizes[axis] == 1 else _group_of(members[axis], axis) for axis in AXES}
-    for axis in FOLDED:
-        if sizes[axis] == data:
-            handles[axis] = handles["data"]
-        else:
-            handles[axis] = None if sizes[axis] == 1 else _group_of(members[axis], axis)
+    members["expert"] = members["data_context"][replica * expert :][:expert]
+    members["expert_data"] = members["data_context"][expert_rank::expert]
+    handles: dict[str, dist.ProcessGroup | None] = {}
+    for axis in (*AXES, *FOLDED):  # axes with the same ranks share one group
+        same_ranks = next((name for name in handles if members[name] == members[axis]), None)
+        new = _group_of(members[axis], axis) if sizes[axis] > 1 and same_ranks is None else None
+        handles[axis] = new if same_ranks is None else handles[same_ranks]
     embedding = None
     if pipe > 1 and not is_v_pipeline:
         ends = {members["pipe"][0], members["pipe"][-1]}

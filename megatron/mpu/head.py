@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.mpu.context import ContextRank
 from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPart, sums_of_ranks, values_of
 from megatron.mpu.mappings import gather_from_tensor, reduce_from_tensor
 from megatron.mpu.products import PlainProduct, Product
@@ -65,6 +66,8 @@ class HeadInput(NamedTuple):
         sequence parallelism; or only the positions that a batch asks for.
     head: the module of the output layer. head(hidden_states) returns this rank's logits `[..., vocab/T]`.
         head(hidden_states, function) returns function(hidden_states, `OutputLayer`).
+    context: the columns of rows to which the hidden states belong; None: all. The functions of this file and
+        of divergence.py take and return full rows nevertheless.
 
     Call `head` before the forward pass of the stage returns. If its weight is sharded over data ranks (ZeRO
     3), all data ranks must call it equally often.
@@ -72,10 +75,13 @@ class HeadInput(NamedTuple):
 
     hidden_states: Tensor
     head: Callable[..., Any]
+    context: ContextRank | None = None
 
     def logits(self) -> Tensor:
-        """Returns this rank's logits of all positions in `hidden_states`, `[..., vocab/T]`."""
-        return self.head(self.hidden_states)
+        """Returns this rank's logits of all positions in `hidden_states`, with context parallelism of full
+        rows, `[..., vocab/T]`."""
+        logits = self.head(self.hidden_states)
+        return logits if self.context is None else self.context.full(logits)
 
     def use(self, function: Callable[[Tensor, OutputLayer], Result]) -> Result:
         """Returns `function(hidden states, output layer)`, called while the layer's weight is available."""
@@ -272,7 +278,10 @@ def token_loss_sum(
     columns: number of leading vocabulary columns in the softmax, the rest is padding; None: all.
     places: `[n]` int64, row-major positions in `[seq, batch]`; only these are computed; None: all.
     """
-    gradient = torch.is_grad_enabled()
+    gradient, context = torch.is_grad_enabled(), head.context
+    if context is not None:
+        labels, weights = context.local(labels), context.local_weights(weights)
+        places = None if places is None else context.loss_places
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)
@@ -280,7 +289,11 @@ def token_loss_sum(
         x, chosen_labels, chosen_weights = (chosen(values, places) for values in flat)
         return _LossSum.apply(x, layer.weight, layer, chosen_labels, chosen_weights, part, kind, gradient)
 
-    return head.use(use)
+    loss, statistics = head.use(use)
+    if context is None:
+        return loss, statistics
+    sums = context.total(torch.cat([loss.view(1), statistics]))
+    return sums[0], sums[1:].detach()
 
 
 def chosen(values: Tensor, places: Tensor | None) -> Tensor:
@@ -310,10 +323,15 @@ def token_scores(head: HeadInput, places: Tensor, group: dist.ProcessGroup | Non
     places: `[n]` int64, row-major positions in `[seq, batch]` of the tokens; no other position is computed.
     """
 
-    def use(hidden: Tensor, layer: OutputLayer) -> Tensor:
-        return scores_of(hidden.flatten(0, -2).index_select(0, places), layer.weight, group)
+    context, local, is_own = head.context, places, places
+    if context is not None:
+        local, is_own = context.local_places(places, head.hidden_states.shape[1])
 
-    return head.use(use)
+    def use(hidden: Tensor, layer: OutputLayer) -> Tensor:
+        return scores_of(hidden.flatten(0, -2).index_select(0, local), layer.weight, group)
+
+    scores = head.use(use)
+    return scores if context is None else context.total(scores * is_own)
 
 
 # -- log-probabilities ---------------------------------------------------------------------------------------
@@ -388,7 +406,9 @@ def _logprobs(
     statistics: bool,
     temperature: float,
 ) -> tuple[Tensor, ...]:
-    gradient = torch.is_grad_enabled()
+    gradient, context = torch.is_grad_enabled(), head.context
+    if context is not None:
+        labels, places = context.local(labels), None if places is None else context.loss_places
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, ...]:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)
@@ -398,7 +418,11 @@ def _logprobs(
             results = tuple(result.new_zeros(labels.numel()).index_copy(0, places, result) for result in results)
         return tuple(result.view(labels.shape) for result in results)
 
-    return head.use(use)
+    results = head.use(use)
+    if context is None:
+        return results
+    logprobs, *extra = context.full(torch.stack(results, -1)).unbind(-1)
+    return logprobs, *(values.detach() for values in extra)
 
 
 def token_logprobs(
@@ -455,15 +479,21 @@ def choose_tokens(
     temperature: divides the logits, in fp32.
     """
 
+    context, local, is_own = head.context, places, places
+    if context is not None:
+        local, is_own = context.local_places(places, head.hidden_states.shape[1])
+
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)
         rows, parts = hidden.flatten(0, -2), []
         for chunk in chunks(len(rows), layer.weight.shape[0] * hidden.element_size()):
-            in_chunk = (places >= chunk.start) & (places < chunk.stop)
-            parts.append((in_chunk, layer.logits(rows[chunk])[places[in_chunk] - chunk.start]))
+            in_chunk = (local >= chunk.start) & (local < chunk.stop)
+            parts.append((in_chunk, layer.logits(rows[chunk])[local[in_chunk] - chunk.start]))
         logits = parts[0][1].new_empty(len(places), layer.weight.shape[0])
         for in_chunk, chunk_logits in parts:
             logits[in_chunk] = chunk_logits
+        if context is not None:
+            logits = context.total(logits * is_own.unsqueeze(1))
         full_logits = gather_from_tensor(logits, group)[:, : part.columns]
         tokens = choose(full_logits if temperature == 1.0 else full_logits.float() / temperature)
         values = values_of(logits, part.local(tokens.clamp(min=0)), part, layer.kernels, False, temperature)

@@ -26,7 +26,7 @@ def init_model_parallel(
     allow_tf32(args.tf32)
     device = init_process_group(args, process, logger, store)
     groups = build_groups(
-        pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device,
+        pipe=args.pp, data=args.data_parallel_size, context=args.context_parallel_size, tensor=args.tp, device=device,
         expert=args.expert_parallel_size, is_v_pipeline=args.is_v_pipeline,
     )  # fmt: skip
     connect(groups)

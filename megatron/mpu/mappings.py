@@ -101,7 +101,8 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return finish(start_all_gather(x, group, wait=True))
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's part, along the first dimension, of the sum of x over ranks; without gradient."""
     return finish(start_reduce_scatter(x, group, wait=True))
 
 
@@ -151,7 +152,7 @@ def reduce_from_tensor(x: Tensor, group: Group) -> Tensor:
 def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
     """Gathers the sequence from the tensor ranks: `[seq/T, ...]` to `[seq, ...]`. The gradient is
     reduce-scattered."""
-    return x if group is None else _Mapping.apply(x, group, all_gather, _reduce_scatter)
+    return x if group is None else _Mapping.apply(x, group, all_gather, reduce_scatter)
 
 
 def gather_from_sharers(x: Tensor, group: Group, sharers: int) -> Tensor:

@@ -22,13 +22,20 @@ _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def varlen_attn(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: tuple[int, int], scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    window: tuple[int, int],
+    scale: float | None,
 ) -> Tensor:
     """Computes causal flash attention (torch's) within each document; returns `[tokens, heads, head_dim]`.
 
     q, k, v: `[tokens, heads, head_dim]`, all documents one after another; k and v may have fewer heads (GQA).
-    starts: `[documents + 1]` int32, the index of each document's first token, then the number of tokens.
-    longest: number of tokens of the longest document.
+    starts: of queries and of keys, `[documents + 1]` int32: the index of each document's first token, then
+        the number of tokens. A document with fewer queries than keys has its last queries.
+    longest: of queries and of keys, the number of tokens of the longest document.
     window: (keys before, keys after) its own position that a query sees; -1: all.
     scale: factor of the attention logits; None: 1 / sqrt(head_dim).
     """
@@ -38,7 +45,7 @@ def varlen_attn(
     if shared and _RELEASE < (2, 13):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     options: dict[str, Any] = {"enable_gqa": True} if shared and _RELEASE >= (2, 13) else {}
-    out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, scale=scale, **options)
+    out = varlen.varlen_attn(q, k, v, *starts, *longest, window_size=window, scale=scale, **options)
     assert isinstance(out, Tensor)
     return out
 

@@ -67,25 +67,30 @@ class NeoXArgs(GPTNeoXMethods):
 
         Raises ConfigError if the layout or the batch sizes do not fit.
         """
-        model_parallel = self.pp * self.tp
+        model_parallel, context = self.pp * self.tp, self.context_parallel_size
+        replica = model_parallel * context
         problems = ErrorCollector(self.origins)
-        if world_size < 1 or world_size % model_parallel:
+        if world_size < 1 or world_size % replica:
+            product = f"pipe_parallel_size {self.pp} x model_parallel_size {self.tp}"
+            product += f" x context_parallel_size {context}" if context > 1 else ""
+            key = "context_parallel_size" if context > 1 else "model_parallel_size"
             problems.add(
-                "pipe_parallel_size" if self.pp > 1 else "model_parallel_size",
-                f"{world_size} ranks cannot be divided into pipe_parallel_size {self.pp} x model_parallel_size "
-                f"{self.tp} = {model_parallel}; start a multiple of {model_parallel} ranks or change these keys",
+                "pipe_parallel_size" if self.pp > 1 else key,
+                f"{world_size} ranks cannot be divided into {product} = {replica}; start a multiple of {replica} ranks "
+                "or change these keys",
             )
             problems.raise_if_any()
         if world_size // model_parallel % self.expert_parallel_size:
+            ranks = "data-parallel ranks" if context == 1 else "data- and context-parallel ranks"
             problems.add(
                 "expert_parallel_size",
-                f"{self.expert_parallel_size} does not divide the {world_size // model_parallel} data-parallel ranks; "
+                f"{self.expert_parallel_size} does not divide the {world_size // model_parallel} {ranks}; "
                 "set a divisor",
             )
             problems.raise_if_any()
         batch = (self.user_values.get(name) for name in BATCH_KEYS)
         try:
-            sizes = batch_sizes(world_size // model_parallel, *batch)
+            sizes = batch_sizes(world_size // replica, *batch)
         except ValueError as cause:
             key, *other_keys = [name for name in BATCH_KEYS if self.user_values.get(name) is not None]
             origins = "".join(f" ({name}: {self.origin(name)})" for name in other_keys)
@@ -98,12 +103,12 @@ class NeoXArgs(GPTNeoXMethods):
     def for_inference(self, world_size: int) -> "NeoXArgs":
         """Returns the configuration for a command that trains nothing, on `world_size` ranks.
 
-        Batch sizes are unset, because `world_size` might not divide them. Each rank has all experts. Raises
-        ConfigError.
+        Batch sizes are unset, because `world_size` might not divide them. Each rank has all experts, and full
+        rows. Raises ConfigError.
         """
         return self.replace(
             train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None,
-            expert_parallel_size=1,
+            expert_parallel_size=1, context_parallel_size=1,
         ).for_world(world_size)  # fmt: skip
 
     def startup_notes(self) -> list[str]:

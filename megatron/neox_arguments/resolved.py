@@ -51,7 +51,7 @@ class ResolvedArgs(
         """The number of data-parallel ranks. Raises ConfigError before `for_world`, which makes it known."""
         if self.world_size is None:
             raise ConfigError(["data_parallel_size is unknown: call args.for_world(world_size) first"])
-        return self.world_size // (self.pp * self.tp)
+        return self.world_size // (self.pp * self.tp * self.context_parallel_size)
 
     @property
     def first_step_limit_mins(self) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.callbacks import OnGradients, Parts, RunEngine, StepResult
 from megatron.checkpointing import OpenCheckpoint
 from megatron.data import Batch
-from megatron.model import Stage, eager_blocks, forward_only
+from megatron.model import Stage, eager_blocks, forward_only, with_context
 from megatron.model.moe import RoutingCounts
 from megatron.model.pipeline_forward import Read, Shape
 from megatron.mpu import HeadInput, ParallelGroups
@@ -212,7 +212,7 @@ class Engine(RunEngine, Protocol):
     def complete(self, batches: list[Batch]) -> list[Batch]:
         """Returns the micro-batches on this rank's device, with the reference model's outputs and the
         objective's baselines if it needs them. `train_step` calls it."""
-        batches = [batch.to(self.groups.device) for batch in batches]
+        batches = [batch.to(self.groups.device) for batch in self._parts_of(batches)]
         if self._fill_reference is not None:
             batches = self._fill_reference(batches)
         if self.objective.step_baselines is not None:
@@ -237,7 +237,11 @@ class Engine(RunEngine, Protocol):
             self._stage.train(was_training)
 
     def _forward(self, batches: list[Batch], read: Read, shape: Shape) -> list[Tensor]:
+        batches = self._parts_of(batches)
         return forward_only(self._stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+
+    def _parts_of(self, batches: list[Batch]) -> list[Batch]:
+        return [with_context(batch, self.args, self.groups) for batch in batches]
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """Returns log p(label) `[batch, seq]` fp32 of each micro-batch, the same on every pipeline and tensor

@@ -122,7 +122,8 @@ def advice(args: NeoXArgs, on_gpu: bool = True) -> list[str]:
         keys.append(("sequence_parallel", "false -> true"))
     highest = 1 if args.defers_weight_gradients or (args.pp > 1 and args.engine == "deepspeed") else 3
     can_offload = on_gpu and not offloads_optimizer(args) and not args.use_bnb_optimizer
-    shards = args.data_parallel_size > 1 or offloads_optimizer(args) or (can_offload and args.zero_stage == 0)
+    ranks = args.data_parallel_size * args.context_parallel_size
+    shards = ranks > 1 or offloads_optimizer(args) or (can_offload and args.zero_stage == 0)
     if shards and args.zero_stage < highest:
         keys.append(("zero_optimization.stage", f"{args.zero_stage} -> {args.zero_stage + 1}"))
     if can_offload:

@@ -152,7 +152,7 @@ def cache_blocks(
     left = available - state_bytes
     room = min(left // block_bytes, max_blocks) if block_bytes else max_blocks if left >= 0 else -1
     num_blocks = torch.tensor([room], device=device)
-    for axis in ("tensor", "pipe", "data") if model.lockstep else ("tensor", "pipe"):
+    for axis in ("context", "tensor", "pipe", *(("data",) if model.lockstep else ())):
         if groups.group(axis) is not None:
             dist.all_reduce(num_blocks, dist.ReduceOp.MIN, group=groups.group(axis))
     blocks = int(num_blocks)

@@ -303,7 +303,8 @@ class TeacherCache:
             on_rank_zero(self.groups, lambda: write_record(self.folder, self.record))
             self.teacher = self.make_teacher()
         scored = self._score(rows)
-        writes = self.groups.is_last_stage and self.groups.rank("tensor") == 0 and bool(scored)
+        is_first = self.groups.rank("tensor") == self.groups.rank("context") == 0  # of ranks that score these rows
+        writes = self.groups.is_last_stage and is_first and bool(scored)
         run_on_each_rank(self.groups, lambda: add_scores(self.folder, scored) if writes else None)
         return sum(counts)
 

@@ -7,7 +7,7 @@ import numpy as np
 from megatron.callbacks import TrainingRun
 from megatron.data import Batch, collation
 from megatron.data.packed_dataset import answer_row
-from megatron.distributed import run_on_each_rank
+from megatron.distributed import run_on_all_ranks_of, run_on_each_rank
 from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete, prompts_of_all_ranks
 from megatron.generation.sampling import SamplingParams
@@ -44,7 +44,9 @@ class OnPolicy:
         prompts = [prompt for batch in batches for prompt in _prompts(batch)]
         with self.run.watchdog.phase("sampling answers of the student"), self.run.inference() as model:
             # If one data rank stops for a signal, all do
-            answers = iter(run_on_each_rank(self.run.groups, lambda: self._answers(model, prompts)))
+            own_answers = run_on_each_rank(self.run.groups, lambda: self._answers(model, prompts))
+        groups = self.run.groups  # whose context ranks train the same rows
+        answers = iter(run_on_all_ranks_of(groups.group("context"), groups.size("context"), lambda: own_answers)[0])
         return [self._with_answers(batch, [next(answers) for _ in _prompts(batch)]) for batch in batches]
 
     def _answers(self, model: Model, prompts: list[Prompt]) -> list[list[int]]:

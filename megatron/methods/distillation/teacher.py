@@ -15,7 +15,7 @@ from megatron.distributed import run_on_each_rank
 from megatron.methods.distillation.description import TeacherDescription, teacher_args
 from megatron.methods.distillation.keys import distillation_keys
 from megatron.methods.distillation.objective import with_teacher_values
-from megatron.model import build_filled_stage, eager_blocks, forward_only
+from megatron.model import build_filled_stage, eager_blocks, forward_only, with_context
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, TopTokens, top_tokens
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.compile_blocks import compile_blocks
@@ -52,7 +52,7 @@ class Teacher:
         size = local_sizes(self.args, groups, self.stage)[0] * self.dtype.itemsize
         logger.info(
             f"distillation: the teacher {path} takes {size / 2**30:.2f} GiB on this rank, in {self.args.params_dtype}"
-            + (" (ZeRO does not shard it)" if args.zero_stage and groups.size("data") > 1 else "")
+            + (" (ZeRO does not shard it)" if args.zero_stage and groups.size("data_context") > 1 else "")
         )
 
     def fill(self, batches: list[Batch]) -> list[Batch]:
@@ -81,9 +81,10 @@ class Teacher:
             results.append(look(head, batch))
             return torch.zeros(1, device=self.groups.device)
 
+        parts = [with_context(batch, self.args, self.groups) for batch in batches]
         with nullcontext() if self.stage.compiled else eager_blocks(self.stage):
             forward_only(
-                self.stage, batches, self.args, self.groups, keep, dtype=self.dtype, shape=lambda batch: (1,)
+                self.stage, parts, self.args, self.groups, keep, dtype=self.dtype, shape=lambda batch: (1,)
             )  # fmt: skip
         return results
 

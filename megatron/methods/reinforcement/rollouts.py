@@ -224,10 +224,12 @@ class Rollouts:
     def _gather(self, values: Sequence[Sequence[T]]) -> list[T]:
         """Gathers one value per answer from all data ranks, in the order of the generation's rows.
 
-        values: this rank's values, a sequence for each of its micro-batches.
+        values: this rank's values, a sequence for each of its micro-batches. Context ranks of a data rank
+            sample the same rows; the values of the first of them count.
         """
         groups = self.run.groups
-        shares = run_on_all_ranks_of(groups.group("data"), groups.size("data"), lambda: values)
+        everyone = run_on_all_ranks_of(groups.group("data_context"), groups.size("data_context"), lambda: values)
+        shares = everyone[:: groups.size("context")]
         row_values: dict[int, T] = {}
         for rank, batches in enumerate(shares):
             for rows, batch_values in zip(self.shares.micro_batches(rank), batches, strict=True):

@@ -88,14 +88,17 @@ class AttentionBackends:
 
         window: of the layers for which the batch is prepared; None: no window.
         """
-        kind = _CAUSAL if batch.documents is None else _DOCUMENTS
+        # The queries of a context rank are runs within texts, as documents are.
+        kind = _CAUSAL if batch.documents is None and batch.context is None else _DOCUMENTS
         kind = kind if window is None else _WINDOWED
-        if batch.documents is not None and batch.documents.prefixes is not None and _SHARED in self.backend_by_kind:
+        shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
+        if shares_prefixes and _SHARED in self.backend_by_kind:
             kind = _SHARED
         if kind not in self.backend_by_kind:
             return None
-        form = self._backend(kind, batch.tokens.shape[1]).form
-        return None if kind == _CAUSAL and form == "cu_seqlens" else form
+        backend = self._backend(kind, batch.num_columns)
+        is_maskless = kind != _CAUSAL if batch.context is None else backend.takes_runs and not shares_prefixes
+        return None if backend.form == "cu_seqlens" and not is_maskless else backend.form
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Computes attention with the backend chosen for this kind of call.

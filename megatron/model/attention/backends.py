@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.attention.inputs import AttentionInputs
+from megatron.model.attention.inputs import AttentionInputs, RunKeys
 from megatron.model.attention.masks import block_mask
 from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen, seeded_attention
 from megatron.model.cache import LayerCache
@@ -19,6 +19,8 @@ from megatron.model.specs import AttentionSpec
 from megatron.mpu import seed_tensor
 from megatron.mpu.gpu_kernels import Capability, not_run_on
 from megatron.mpu.torch_versions import varlen_attn
+
+_QUERIES_AT_ONCE = 512  # of a context rank, on CPUs
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class AttentionBackend:
     plans_shapes: its first call with each new shape is slow.
     caps_logits: it supports `AttentionOptions.softcap`.
     has_sinks: it supports `AttentionOptions.sinks`.
+    takes_runs: with cu_seqlens it also supports context parallelism (`AttentionInputs.runs`).
     form: the field of `AttentionInputs` that tells it the visible keys of documents, windows and trees.
     """
 
@@ -85,6 +88,7 @@ class AttentionBackend:
     plans_shapes: ClassVar[bool] = False
     caps_logits: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
+    takes_runs: ClassVar[bool] = False
     form: ClassVar[Literal["cu_seqlens", "blocks"]] = "cu_seqlens"
 
     def missing(self) -> str | None:
@@ -173,6 +177,7 @@ class Sdpa(AttentionBackend):
     """One kernel of torch's `scaled_dot_product_attention`. On CPUs it runs packed documents one after
     another."""
 
+    takes_runs = True
     kernel: ClassVar[SDPBackend]
 
     def supports(self, call: AttentionCall) -> str | None:
@@ -196,6 +201,8 @@ class Sdpa(AttentionBackend):
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             return seeded_attention(q, k, v, mask, options.seed, p, options.scale, self.kernel.name).transpose(0, 1)
         with sdpa_kernel(self.kernel):
+            if inputs.cu_seqlens is not None and inputs.runs is not None:
+                return _run_by_run(sdpa, q, k, v, inputs.cu_seqlens, inputs.runs, inputs.window)
             if inputs.cu_seqlens is not None:
                 return _one_by_one(sdpa, q, k, v, inputs.cu_seqlens)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -229,7 +236,7 @@ class Varlen(AttentionBackend):
     """torch's flash attention over documents of different lengths (`varlen_attn`), without a mask; also with
     windows."""
 
-    needs_gpu = True
+    needs_gpu, takes_runs = True, True
 
     def handles(self, call: AttentionCall) -> bool:
         return call.documents
@@ -240,11 +247,13 @@ class Varlen(AttentionBackend):
         return "it supports only 16-bit dtypes" if call.dtype == torch.float32 else super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
-        shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
+        shape, starts, longest, runs = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest, inputs.runs
         assert starts is not None and longest is not None
-        window = (inputs.window, 0)
-        q, k, v = (rows_in_one(x) for x in (q, k, v))
-        return varlen_attn(q, k, v, starts, longest.shape[0], window, options.scale).view(shape).transpose(0, 1)
+        key_starts, longest_keys = (starts, longest) if runs is None else (runs.starts, runs.longest)
+        q, k, v = rows_in_one(q), keys_in_one(k, runs), keys_in_one(v, runs)
+        lengths, window = (longest.shape[0], longest_keys.shape[0]), (inputs.window, 0)
+        out = varlen_attn(q, k, v, (starts, key_starts), lengths, window, options.scale)
+        return out.view(shape).transpose(0, 1)
 
 
 class EfficientVarlen(AttentionBackend):
@@ -316,6 +325,41 @@ def rows_in_one(x: Tensor) -> Tensor:
     """Returns the tokens of all rows one after another: `[seq, batch, heads, head_dim]` to `[batch * seq,
     heads, head_dim]`."""
     return x.transpose(0, 1).flatten(0, 1)
+
+
+def keys_in_one(x: Tensor, runs: RunKeys | None) -> Tensor:
+    """Returns the keys or values of all rows one after another, as `rows_in_one`; with `runs` those of each
+    run."""
+    return rows_in_one(x) if runs is None else rows_in_one(x).index_select(0, runs.places)
+
+
+def _run_by_run(
+    sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: RunKeys, window: int
+) -> Tensor:
+    """Computes causal attention of each run of queries over its keys, in blocks of queries.
+
+    A block's mask is the only tensor with a size for each query and key.
+
+    cu_seqlens: `[n]` int32, starts of runs in the flattened batch, then its end. window: as in
+        `AttentionInputs`.
+    """
+    queries, keys, values = (rows_in_one(q), *(keys_in_one(x, runs) for x in (k, v)))
+    outs = []
+    for start, end, key_start, key_end in zip(
+        *(edges[i : len(edges) - 1 + i] for edges in (cu_seqlens.tolist(), runs.starts.tolist()) for i in (0, 1)),
+        strict=True,
+    ):
+        offset = key_end - key_start - (end - start)  # keys before the run
+        for begin in range(start, end, _QUERIES_AT_ONCE):
+            stop = min(begin + _QUERIES_AT_ONCE, end)
+            columns = torch.arange(begin, stop, device=q.device) - start + offset  # among the run's keys
+            lowest, end_key = 0 if window < 0 else max(0, begin - start + offset - window), stop - start + offset
+            distance = columns.unsqueeze(1) - torch.arange(lowest, end_key, device=q.device)
+            mask = (distance >= 0) & (distance <= window) if window >= 0 else distance >= 0
+            parts = (queries[begin:stop], *(x[key_start + lowest : key_start + end_key] for x in (keys, values)))
+            block = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+            outs.append(sdpa(*block, attn_mask=mask).squeeze(0).transpose(0, 1))
+    return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)
 
 
 def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:

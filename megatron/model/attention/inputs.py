@@ -23,6 +23,7 @@ from megatron.model.attention.masks import (
 )
 from megatron.model.positions import Rope, rope_tables
 from megatron.model.specs import AttentionSpec
+from megatron.mpu import ContextRank
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -31,6 +32,19 @@ _MOST_DOCUMENTS = 65_535  # CUDA's limit of the grid's second dimension, in whic
 BiasFunction = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
 """A function of sequence length, `positions` and `distance` (see `positions.alibi_bias`). It returns the bias
 that is added to attention logits, or None for no bias."""
+
+
+class RunKeys(NamedTuple):
+    """The keys of each run of queries of a context rank, see `data.batch.QueryRuns`.
+
+    places: `[keys]` int64, row * seq + column of the keys, run after run.
+    starts: `[n]` int32, starts of the runs' keys in `places`.
+    longest: an empty tensor `[max_keys, 0]`, as `AttentionInputs.longest`.
+    """
+
+    places: Tensor
+    starts: Tensor
+    longest: Tensor
 
 
 class AttentionInputs(NamedTuple):
@@ -47,6 +61,9 @@ class AttentionInputs(NamedTuple):
     columns: `[batch, seq]`, the columns of these tokens in the cache; None in training and at a text's start.
     written_out, own_places: with cu_seqlens and documents that share prefixes, `SharedPrefixes.places` and
         `own_places`. cu_seqlens and longest then count each document with its prefix repeated.
+    row_order: `ContextRank.order`, by which context ranks put together the keys of full rows; None: no
+        context parallelism. cu_seqlens and longest then describe runs of this rank's queries.
+    runs: with cu_seqlens and context parallelism, the keys of these runs.
     """
 
     rope: Rope | None = None
@@ -58,14 +75,23 @@ class AttentionInputs(NamedTuple):
     columns: Tensor | None = None
     written_out: Tensor | None = None
     own_places: Tensor | None = None
+    row_order: Tensor | None = None
+    runs: RunKeys | None = None
 
 
 def text_inputs(
-    spec: AttentionSpec, batch: Batch, positions: Tensor, lengths: Tensor | None, form: str | None, bias: BiasFunction
+    spec: AttentionSpec,
+    batch: Batch,
+    positions: Tensor,
+    lengths: Tensor | None,
+    form: str | None,
+    bias: BiasFunction,
+    context: ContextRank | None = None,
 ) -> AttentionInputs:
     """Returns the attention inputs for full texts, as in training.
 
-    positions: `[batch, seq]`.
+    positions: `[batch, seq]`, of the columns that this context rank computes.
+    context: these columns; None: all.
     lengths: `[batch]`, the number of tokens of each row's text; None: texts fill their rows.
     form: the field that the backend reads: cu_seqlens or blocks; None: a mask.
     bias: computes position biases of the logits.
@@ -75,8 +101,11 @@ def text_inputs(
     starts, prefixes = (None, None) if documents is None else (documents.cu_seqlens, documents.prefixes)
     if starts is not None and prefixes is not None and form != "cu_seqlens":
         branch_ids, context_ids = prefix_ids(starts, prefixes.cu_seqlens, rows, seq)
-        return tree_inputs(spec, positions, branch_ids, context_ids, seq, form, bias)
-    rope = _rope(spec, positions, _text_lengths(spec, starts, rows, seq, lengths))
+        positions = positions if batch.positions is None else batch.positions
+        return tree_inputs(spec, positions, branch_ids, context_ids, seq, form, bias, context)
+    rope = _rope(spec, positions, _text_lengths(spec, starts, rows, seq, lengths, context))
+    if context is not None:
+        return _context_inputs(spec, batch, rope, context, form, bias)
     if form == "blocks":
         ids = None if starts is None else document_ids(starts, rows, seq)
         return AttentionInputs(rope, blocks=block_mask(seq, device, window, branch_ids=ids))
@@ -106,6 +135,32 @@ def text_inputs(
     return AttentionInputs(rope, _added(bias(seq, None, None), mask))
 
 
+def _context_inputs(
+    spec: AttentionSpec, batch: Batch, rope: Rope | None, context: ContextRank, form: str | None, bias: BiasFunction
+) -> AttentionInputs:
+    """Returns the attention inputs for the columns of full texts that a context rank computes. Arguments are
+    as in `text_inputs`."""
+    assert batch.context is not None
+    (rows, seq), device, window = batch.tokens.shape, batch.tokens.device, spec.window
+    if form == "cu_seqlens":
+        runs = batch.context.runs
+        longest, longest_keys = (torch.empty(size, 0, device=device) for size in (runs.max_seqlen, runs.max_keys))
+        keys = RunKeys(runs.key_places, runs.key_starts, longest_keys)
+        window = -1 if window is None else window
+        return AttentionInputs(
+            rope, None, runs.cu_seqlens, longest, window, row_order=context.order, runs=keys
+        )  # fmt: skip
+    ids = None if batch.documents is None else document_ids(batch.documents.cu_seqlens, rows, seq)
+    if form == "blocks":
+        blocks = block_mask(seq, device, window, branch_ids=ids, queries=context.columns)
+        return AttentionInputs(rope, blocks=blocks, row_order=context.order)
+    columns = context.columns.unsqueeze(0)
+    mask = window_mask(seq, window, device, columns)
+    if ids is not None:
+        mask = mask & tree_attention_mask(ids, ids, context.columns)
+    return AttentionInputs(rope, _added(bias(seq, columns, None), mask), row_order=context.order)
+
+
 def cached_inputs(
     spec: AttentionSpec, positions: Tensor, lengths: Tensor | None, keys: int, dtype: torch.dtype, bias: BiasFunction
 ) -> AttentionInputs:
@@ -132,6 +187,7 @@ def tree_inputs(
     length: int | Tensor,
     form: str | None,
     bias: BiasFunction,
+    part: ContextRank | None = None,
 ) -> AttentionInputs:
     """Returns the attention inputs for rows in which several continuations (branches) share a context.
 
@@ -141,31 +197,41 @@ def tree_inputs(
     length: number of tokens of the texts, for rotary scalings that depend on it: a number or `[batch, 1]`.
     form: the field that the backend reads: blocks; None: a mask.
     bias: computes position biases of the logits.
+    part: the columns that this context rank computes; None: all.
     """
-    rope, seq, device = _rope(spec, positions, length), positions.shape[1], positions.device
+    columns, order = (None, None) if part is None else (part.columns, part.order)
+    local_positions = positions if columns is None else positions[:, columns]
+    rope, seq, device = _rope(spec, local_positions, length), positions.shape[1], positions.device
     if form == "blocks":
-        return AttentionInputs(rope, blocks=block_mask(seq, device, spec.window, positions, branch_ids, context_ids))
-    distance = (positions.unsqueeze(1) - positions.unsqueeze(2)).unsqueeze(1)
-    mask = tree_attention_mask(branch_ids, context_ids)
+        blocks = block_mask(seq, device, spec.window, positions, branch_ids, context_ids, columns)
+        return AttentionInputs(rope, blocks=blocks, row_order=order)
+    distance = (positions.unsqueeze(1) - local_positions.unsqueeze(2)).unsqueeze(1)
+    mask = tree_attention_mask(branch_ids, context_ids, columns)
     if spec.window is not None:
         mask = mask & (distance >= -spec.window)
-    return AttentionInputs(rope, _added(bias(seq, None, distance), mask))
+    return AttentionInputs(rope, _added(bias(seq, None, distance), mask), row_order=order)
 
 
 def _text_lengths(
-    spec: AttentionSpec, documents: Tensor | None, rows: int, seq: int, lengths: Tensor | None
+    spec: AttentionSpec,
+    documents: Tensor | None,
+    rows: int,
+    seq: int,
+    lengths: Tensor | None,
+    context: ContextRank | None,
 ) -> int | Tensor:
     """Returns the text lengths for `rope_frequencies`: `[batch, 1]`, or a number if all texts fill their
     rows.
 
     With packed documents, and rotary scaling that depends on the length, it is `[batch, seq]`, the length of
-    each token's document.
+    each token's document, of the columns that this context rank computes.
     """
     if lengths is not None:
         return lengths.unsqueeze(1)
     if documents is None or spec.rotary is None or not spec.rotary.length_dependent:
         return seq
-    return documents.diff()[document_ids(documents, rows, seq) - 1]
+    document_lengths = documents.diff()[document_ids(documents, rows, seq) - 1]
+    return document_lengths if context is None else document_lengths[:, context.columns]
 
 
 def _rope(spec: AttentionSpec, positions: Tensor, length: int | Tensor) -> Rope | None:

@@ -26,6 +26,7 @@ from megatron.mpu import (
     adapters_of,
     allocate,
     gather_from_sharers,
+    gather_keys,
     share_out,
     with_prefix,
 )
@@ -36,7 +37,7 @@ class SelfAttention(nn.Module):
     hidden]`.
 
     If there are more tensor ranks than key-value heads, each rank computes a slice of one key-value head and
-    gathers the full head from the ranks that share it.
+    gathers the full head from the ranks that share it. Context ranks gather the keys and values of full rows.
 
     Parameters:
     query_key_value: the fused projection. Rows are [q|k|v] per head for multi-head, [Q|K|V] per rank for
@@ -64,6 +65,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         size = groups.size("tensor")
         self.heads, self.head_dim, self.group = spec.heads // size, spec.head_dim, groups.group("tensor")
+        self.context_group = groups.group("context")
         self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
         self.alternating = spec.kv_heads == spec.heads
         self.scale, self.softcap, self.clip, self.dropout_p = spec.scale, spec.softcap, spec.clip, spec.dropout
@@ -156,6 +158,8 @@ class SelfAttention(nn.Module):
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
             q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)
+        if inputs.row_order is not None and self.context_group is not None:
+            k, v = gather_keys(torch.stack([k, v], 1), self.context_group, inputs.row_order).unbind(1)
         p = self.dropout_p if self.training and seed is not None else 0.0
         options = AttentionOptions(cache, p, seed, self.scale, self.softcap, self.sinks)
         return self.backends.attend(q, k, v, inputs, options).flatten(2)

@@ -54,18 +54,22 @@ def prefix_ids(cu_seqlens: Tensor, written_out: Tensor, rows: int, seq: int) -> 
     return branch, context
 
 
-def tree_attention_mask(branch_ids: Tensor, context_ids: Tensor) -> Tensor:
-    """Returns the mask of tree attention, boolean `[batch, 1, seq, seq]`; True: the query sees the key.
+def tree_attention_mask(branch_ids: Tensor, context_ids: Tensor, queries: Tensor | None = None) -> Tensor:
+    """Returns the mask of tree attention, boolean `[batch, 1, queries, seq]`; True: the query sees the key.
 
     A token sees itself and the earlier tokens of its own branch and of its context branch.
 
     branch_ids: `[batch, seq]`, the branch of every token; numbers are unique within a row.
     context_ids: `[batch, seq]`, the branch that the token's branch continues; its own branch if it continues
         none.
+    queries: `[queries]`, the columns of the queries; None: all columns.
     """
     steps = torch.arange(branch_ids.shape[1], device=branch_ids.device)
-    branch, context, key = branch_ids.unsqueeze(2), context_ids.unsqueeze(2), branch_ids.unsqueeze(1)
-    return (((key == branch) | (key == context)) & (steps <= steps.unsqueeze(1))).unsqueeze(1)
+    columns, branch, context = steps, branch_ids, context_ids
+    if queries is not None:
+        columns, branch, context = queries, branch_ids[:, queries], context_ids[:, queries]
+    branch, context, key = branch.unsqueeze(2), context.unsqueeze(2), branch_ids.unsqueeze(1)
+    return (((key == branch) | (key == context)) & (steps <= columns.unsqueeze(1))).unsqueeze(1)
 
 
 def window_mask(seq: int, window: int | None, device: torch.device, queries: Tensor | None = None) -> Tensor:
@@ -88,6 +92,7 @@ def block_mask(
     positions: Tensor | None = None,
     branch_ids: Tensor | None = None,
     context_ids: Tensor | None = None,
+    queries: Tensor | None = None,
 ) -> "BlockMask":
     """Returns FlexAttention's block mask for causal attention within a window and within the branches of
     trees.
@@ -99,6 +104,7 @@ def block_mask(
     positions: `[batch, seq]`, the positions that `window` counts; None: columns of the row.
     branch_ids, context_ids: `[batch, seq]`, as in `tree_attention_mask`; branch_ids None: one branch per row;
         context_ids None: no branch continues another.
+    queries: `[queries]`, the columns of the queries; None: all columns of seq.
 
     Memory grows with the square of the number of blocks; torch's `create_block_mask` needs the square of the
     number of tokens. Whether a block is visible is decided by the lowest and highest id in it, so unsorted
@@ -107,20 +113,22 @@ def block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    count = -(-seq // BLOCK)
     # The last block may be short: its last token is repeated to fill it.
-    places = torch.arange(count * BLOCK, device=device).clamp(max=seq - 1)
+    length = seq if queries is None else len(queries)
+    index = torch.arange(-(-length // BLOCK) * BLOCK, device=device).clamp(max=length - 1)
+    places = torch.arange(-(-seq // BLOCK) * BLOCK, device=device).clamp(max=seq - 1)
+    columns = index if queries is None else queries[index]
 
     def range_of(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the lowest and highest value in each block of queries, then in each block of keys."""
-        blocks = values[:, places].unflatten(1, (count, BLOCK))
-        low, high = blocks.amin(2), blocks.amax(2)
-        return low.unsqueeze(2), high.unsqueeze(2), low.unsqueeze(1), high.unsqueeze(1)
+        blocks, key_blocks = (values[:, i].unflatten(1, (-1, BLOCK)) for i in (columns, places))
+        low, high, key_low, key_high = blocks.amin(2), blocks.amax(2), key_blocks.amin(2), key_blocks.amax(2)
+        return low.unsqueeze(2), high.unsqueeze(2), key_low.unsqueeze(1), key_high.unsqueeze(1)
 
-    index = torch.arange(count, device=device)
-    visible = index <= index.unsqueeze(1)
-    full = (index < index.unsqueeze(1)) & (index < seq // BLOCK).unsqueeze(1)  # a short block is never fully visible
-    visible, full = visible.unsqueeze(0), full.unsqueeze(0)
+    low, high, key_low, key_high = range_of(places[:seq].unsqueeze(0))
+    visible, full = key_low <= high, key_high < low
+    is_long = torch.arange(visible.shape[1], device=device) < length // BLOCK  # a short block is never fully visible
+    full = full & is_long.unsqueeze(1)
     if branch_ids is not None:
         low, high, key_low, key_high = range_of(branch_ids)
         in_sight = (key_low <= high) & (low <= key_high)
@@ -135,6 +143,7 @@ def block_mask(
         visible, full = visible & (low - key_high <= window), full & (high - key_low <= window)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if queries is None else queries[query]
         visible_key = key <= query
         if branch_ids is not None:
             branch = branch_ids[batch, key]
@@ -149,7 +158,7 @@ def block_mask(
         return visible_key
 
     return BlockMask.from_kv_blocks(
-        *_ordered(visible & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(seq, seq)
+        *_ordered(visible & ~full), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(length, seq)
     )
 
 

@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions
+from megatron.model.attention.backends import (
+    AttentionBackend,
+    AttentionCall,
+    AttentionOptions,
+    keys_in_one,
+    rows_in_one,
+)
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.mpu import fork_seed
 from megatron.neox_arguments.optional_packages import PackageProblem, import_compiled
@@ -56,7 +62,7 @@ class FlashAttn(PackageBackend):
     """
 
     module, functions = "flash_attn", ("flash_attn_func", "flash_attn_varlen_func")
-    caps_logits = True
+    caps_logits, takes_runs = True, True
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.compiled and call.spec.dropout > 0.0:
@@ -77,11 +83,12 @@ class FlashAttn(PackageBackend):
             attend = partial(package.flash_attn_func, *rows, **keywords)
         else:
             assert inputs.longest is not None
-            longest, window = inputs.longest.shape[0], (inputs.window, 0)
-            tokens = [x.flatten(0, 1) for x in rows]
+            longest, runs, window = inputs.longest, inputs.runs, (inputs.window, 0)
+            key_starts, longest_keys = (starts, longest) if runs is None else (runs.starts, runs.longest)
+            tokens = rows_in_one(q), keys_in_one(k, runs), keys_in_one(v, runs)
             attend = partial(
-                package.flash_attn_varlen_func, *tokens, cu_seqlens_q=starts, cu_seqlens_k=starts,
-                max_seqlen_q=longest, max_seqlen_k=longest, window_size=window, **keywords,
+                package.flash_attn_varlen_func, *tokens, cu_seqlens_q=starts, cu_seqlens_k=key_starts,
+                max_seqlen_q=longest.shape[0], max_seqlen_k=longest_keys.shape[0], window_size=window, **keywords,
             )  # fmt: skip
         return _run_seeded(attend, options, q.device).view(rows[0].shape).transpose(0, 1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.moe.router import Router, RoutingSums
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ContextRank, ParallelGroups
 from megatron.neox_arguments import ModelArgs
 
 
@@ -113,15 +113,18 @@ class Balance:
         self._step_counts = tokens_by_expert[:, : self._experts], tokens_by_expert[:, self._experts].clamp(min=1.0)
         self._sums.zero_()
 
-    def attach(self, x: Tensor, sums: Sequence[RoutingSums], layers: Sequence[int]) -> Tensor:
+    def attach(
+        self, x: Tensor, sums: Sequence[RoutingSums], layers: Sequence[int], context: ContextRank | None = None
+    ) -> Tensor:
         """Returns hidden states `x`. Their backward pass also runs the backward pass of the load-balancing
         losses.
 
         sums: the `RoutingSums` of each router in blocks that have just run, for one micro-batch. layers: NeoX
-            indices of these blocks.
+            indices of these blocks. context: the part of the rows that this rank has routed; None: all.
         """
         if not sums or not (torch.is_grad_enabled() or self._counting):
             return x
+        sums = sums if context is None else _over_context(sums, context)
         first_row = next(self.layers.index(layer) for layer in layers if layer in self._routers)
         rows = slice(first_row, first_row + len(sums))  # the blocks that have run are consecutive
         self._count(sums, rows)
@@ -194,6 +197,14 @@ class Balance:
             "moe_idle_experts": (chosen == 0).sum().float(),
         }
         return RoutingCounts(load, metrics)
+
+
+def _over_context(sums: Sequence[RoutingSums], context: ContextRank) -> list[RoutingSums]:
+    """Returns the sums over full rows, of which each context rank has routed a part."""
+    values = [value for layer_sums in sums for value in layer_sums]
+    parts = context.total(torch.cat([value.flatten() for value in values])).split([value.numel() for value in values])
+    full = iter(part.view_as(value) for part, value in zip(parts, values, strict=True))
+    return [RoutingSums(*(next(full) for _ in layer_sums)) for layer_sums in sums]
 
 
 class _Attach(torch.autograd.Function):

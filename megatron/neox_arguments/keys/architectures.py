@@ -119,8 +119,8 @@ class MoEKeys:
     )
     expert_parallel_size: int = new_key(
         1,
-        "Neighbouring data-parallel ranks to share the experts; tokens travel between them. Must divide the "
-        "data-parallel size; engine native only",
+        "Neighbouring data-parallel ranks to share the experts; tokens travel between them. Must divide "
+        "data-parallel size x context_parallel_size; engine native only",
         ge=1,
     )
     expert_parallel_across_nodes: bool = new_key(

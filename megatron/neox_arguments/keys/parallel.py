@@ -96,6 +96,12 @@ class ParallelKeys:
         None, "Stages of each pipeline rank. None: 1 with `1f1b` and `zero_bubble`, else 2", ge=1
     )
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
+    context_parallel_size: int = new_key(
+        1,
+        "Ranks that share each row of tokens: each computes a part of it, for rows too long for one GPU. They gather "
+        "keys and values of attention from each other (engine native)",
+        ge=1,
+    )
     async_tensor_parallel: Literal["auto"] | bool = new_key(
         False,
         "With sequence_parallel, overlap gather and scatter with the linears' products, by torch's symmetric "

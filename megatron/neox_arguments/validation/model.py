@@ -227,13 +227,28 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
             schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
             text = f"{args.pp} ranks with {args.stages_per_rank} stages each ({schedule}) are {text}"
         problems.add("pipe_parallel_size", text)
-    if args.sequence_parallel and args.seq_length % tp:
+    if args.sequence_parallel and args.seq_length % tp and args.context_parallel_size == 1:
         problems.add(
             "sequence_parallel", f"{key} {tp} does not divide seq_length {args.cite('seq_length')}; change one"
         )
+    if args.context_parallel_size > 1:
+        _context(args, problems)
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters", "flops") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters, flops or type:REGEX, got "{method}"')
+
+
+def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Adds a problem for each part of the model that needs all tokens of a row on one rank."""
+    place = f"context_parallel_size {args.cite('context_parallel_size')}"
+    if args.mamba_blocks:
+        problems.add("attention_config", f"mamba blocks hand states along the row, which {place} divides; set it to 1")
+    if args.moe_num_experts > 1 and args.moe_router_type == "sinkhorn":
+        problems.add("moe_router_type", f"sinkhorn balances all tokens of a row, which {place} divides; set topk")
+    if args.moe_num_experts > 1 and args.moe_expert_capacity_factor is not None:
+        problems.add(
+            "moe_expert_capacity_factor", f"limits the tokens of whole rows, which {place} divides; remove one of them"
+        )
 
 
 def _blocks_of_stages(args: ResolvedArgs, blocks: tuple[int, ...], problems: ErrorCollector) -> None:

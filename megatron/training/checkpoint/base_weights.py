@@ -102,12 +102,12 @@ def begin_adapters(engine: Engine) -> None:
             module, {name: w.to(groups.device) for name, w in weights.items()}, groups.group("tensor")
         )
         initial_values[layer] = {name: value.float().contiguous() for name, value in values.items()}
-    data = groups.group("data")
+    data = groups.group("data_context")
     if data is not None:
         for layer, name, _, spec in params:
             if name not in names.get(layer, ()):
                 continue
             shape = spec.local_shape(groups.size("tensor"))
             value = initial_values.setdefault(layer, {}).setdefault(name, torch.empty(shape, device=groups.device))
-            dist.broadcast(value, groups.members["data"][0], group=data)
+            dist.broadcast(value, groups.members["data_context"][0], group=data)
     engine.set_weights(initial_values)

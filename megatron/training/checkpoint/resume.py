@@ -262,7 +262,7 @@ class CheckpointLoader:
                 self._load_by_parameter(files)
                 scaler = state.get("loss_scaler", {})
             else:  # a checkpoint of an earlier version, or of 8-bit Adam
-                name = zero_file(self.groups.rank("data"), self.run.model_rank, args.params_dtype == "bf16")
+                name = zero_file(self.groups.rank("data_context"), self.run.model_rank, args.params_dtype == "bf16")
                 run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint, name))
         self._check_forward(checkpoint)
         if not args.no_load_rng:

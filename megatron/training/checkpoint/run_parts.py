@@ -99,7 +99,7 @@ class RunParts:
     @property
     def layout(self) -> ParallelLayout:
         """The parallel layout of the run, as manifests record it."""
-        sizes = {axis: self.groups.size(axis) for axis in ("pipe", "data", "tensor")}
+        sizes = {axis: self.groups.size(axis) for axis in ("pipe", "data", "context", "tensor")}
         zero_stage, precision = self.engine.zero_stage, self.args.params_dtype
         return ParallelLayout(**sizes, zero_stage=zero_stage, precision=precision, world_size=self.groups.world_size)
 

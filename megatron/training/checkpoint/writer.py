@@ -352,9 +352,9 @@ class CheckpointWriter:
         """
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
         elements = elements if self.base is None else trained
-        writes_weights = self.groups.rank("data") == 0
+        writes_weights = self.groups.rank("data_context") == 0
         weights = elements * self.engine.dtype.itemsize if writes_weights else 0
-        state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data")
+        state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data_context")
         return weights + state if optimizer else weights
 
     def lock(self) -> None:
@@ -388,7 +388,7 @@ class CheckpointWriter:
         if args.checkpoint_validation_with_forward_pass:
             extra[LOGITS] = fixed_logits(engine)
         callback_states = self.callback_states()  # on all ranks, because a callback may communicate
-        if groups.rank("data") == 0:
+        if groups.rank("data_context") == 0:
             extra |= {"callbacks": callback_states} if callback_states else {}
             state = {**self._model_state(progress), **extra}
             yield model_file(self.run.model_rank), state if _is_state_per_parameter(args) else serialised(state)
@@ -396,12 +396,12 @@ class CheckpointWriter:
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
             # The data ranks divide the layers among themselves.
-            writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
+            writers = {layer: i % groups.size("data_context") for i, layer in enumerate(layers)}
             for layer, states in engine.gather_state(writers, self._copies.copy):
                 self._copies.wait()
                 yield optimizer_file(layer, tensor_rank), states
         elif not args.compat_no_save_optim and (layout_state := engine.layout_state()) is not None:
-            name = zero_file(groups.rank("data"), self.run.model_rank, args.params_dtype == "bf16")
+            name = zero_file(groups.rank("data_context"), self.run.model_rank, args.params_dtype == "bf16")
             yield name, serialised(layout_state)
         if groups.world_rank == 0 and ephemeral:
             yield EPHEMERAL, b""

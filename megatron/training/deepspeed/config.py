@@ -89,6 +89,10 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
         key = "expert_parallel_size"
         size = args.expert_parallel_size
         yield f"{args.origin(key)}: {key} {size} runs on the native engine only; write engine: native"
+    if args.context_parallel_size > 1:
+        key = "context_parallel_size"
+        size = args.context_parallel_size
+        yield f"{args.origin(key)}: {key} {size} runs on the native engine only; write engine: native"
     if args.pp > 1 and args.zero_stage > 1:
         key, stage = "pipe_parallel_size", f"zero_optimization.stage {args.zero_stage}"
         place = f"{args.origin(key)}: {key} {args.pp}"

@@ -41,7 +41,7 @@ def parameter_counts(args: ModelArgs, groups: ParallelGroups, stage: Stage) -> t
     All ranks call it together, each with its own stage.
     """
     counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
-    if groups.rank("tensor") == 0 and groups.rank("data") == 0:
+    if groups.rank("tensor") == 0 and groups.rank("data_context") == 0:
         for spec, trained in _specs(args, stage):
             if spec.is_first_copy(groups):
                 size = torch.Size(spec.shape).numel()

@@ -39,7 +39,7 @@ class NativeEngine(Engine):
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective) -> None:
         self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
-        self.zero_stage = args.zero_stage if groups.size("data") > 1 or offloads_optimizer(args) else 0
+        self.zero_stage = args.zero_stage if groups.size("data_context") > 1 or offloads_optimizer(args) else 0
         self.shards: Weights
         if self.zero_stage > 0:
             self.shards = ShardedWeights(stage, args, groups, self.dtype, self.zero_stage)

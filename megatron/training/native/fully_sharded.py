@@ -60,7 +60,7 @@ class ShardedWeights:
         self._parts = RowParts(self._group, self._members, self._rank, groups.device, 1, sharded=True)
         self._experts = ExpertParts(groups, sharded=True)
         expert_mesh = _mesh_of(groups, "expert_data") if groups.size("expert") > 1 else None
-        self._first_data_rank = groups.rank("data") - self._rank  # data rank of this group's first
+        self._first_data_rank = groups.rank("data_context") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes, because attention biases may be fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
@@ -113,19 +113,19 @@ class ShardedWeights:
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
         replicated = [shard.param for shard in self.trained if not _is_sharded(shard)]
-        self._replicated = GradientBucket(replicated, groups.group("data"), groups.device, lambda: None)
+        self._replicated = GradientBucket(replicated, groups.group("data_context"), groups.device, lambda: None)
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
         if not spec.trained or self._is_replicated(param):
             local = param
             if self._is_offloaded and param.requires_grad:
                 local = nn.Parameter(param.detach().to(self.state_device, copy=True))
-            return Shard(layer, spec, param, local, 0, param.shape, groups.rank("data"))
+            return Shard(layer, spec, param, local, 0, param.shape, groups.rank("data_context"))
         local = nn.Parameter(_local(param), param.requires_grad)
         if self._experts.is_expert_weight(spec):
             return self._experts.shard(layer, spec, param, local, groups)
         start = min(self._rank * self._parts.rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
-        return Shard(layer, spec, param, local, start, param.shape, groups.rank("data") // self._size)
+        return Shard(layer, spec, param, local, start, param.shape, groups.rank("data_context") // self._size)
 
     def _is_replicated(self, param: Tensor) -> bool:
         return is_precise(param) and self._dtype != torch.float32
@@ -210,10 +210,10 @@ def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
     neighbours: 1: a one-dimensional mesh. n: a two-dimensional one, each row of which has n neighbouring
     ranks that shard one copy of the weights.
     """
-    if neighbours in (1, groups.size("data")):
-        return _mesh_of(groups, "data")
-    grid = torch.tensor(groups.members["data"]).view(-1, neighbours)
-    row, column = divmod(groups.rank("data"), neighbours)
+    if neighbours in (1, groups.size("data_context")):
+        return _mesh_of(groups, "data_context")
+    grid = torch.tensor(groups.members["data_context"]).view(-1, neighbours)
+    row, column = divmod(groups.rank("data_context"), neighbours)
     copies = dist.new_group(grid[:, column].tolist(), use_local_synchronization=True, group_desc="data copies")
     shards = dist.new_group(grid[row].tolist(), use_local_synchronization=True, group_desc="data shards")
     return DeviceMesh.from_group([copies, shards], groups.device.type, mesh=grid, mesh_dim_names=("copies", "shards"))

@@ -57,6 +57,8 @@ def native_only_feature(args: NeoXArgs) -> str | None:
         return f"optimizer_state_dtype ({args.origin('optimizer_state_dtype')}) bf16"
     if args.expert_parallel_size > 1:
         return f"expert_parallel_size ({args.origin('expert_parallel_size')}) {args.expert_parallel_size}"
+    if args.context_parallel_size > 1:
+        return f"context_parallel_size ({args.origin('context_parallel_size')}) {args.context_parallel_size}"
     if args.pp > 1 and args.zero_stage > 1:
         stage = f"zero_optimization.stage {args.zero_stage}"
         return f"pipe_parallel_size ({args.origin('pipe_parallel_size')}) {args.pp} with {stage}"
@@ -93,7 +95,8 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
             f"at once; pipeline_schedule {args.cite('pipeline_schedule')} needs them apart; change one"
         )
     key = "zero_optimization.zero_hpz_partition_size"
-    neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
+    neighbours = args.zero_optimization["zero_hpz_partition_size"]
+    data = args.data_parallel_size * args.context_parallel_size
     if args.zero_stage != 3:  # it has no effect there, on both engines
         return
     if neighbours > 1 and args.expert_parallel_size > 1:

@@ -199,8 +199,9 @@ class ExpertParts(RowParts):
     """
 
     def __init__(self, groups: ParallelGroups, sharded: bool) -> None:
-        data, members, rank = groups.group("data"), groups.members["data"], groups.rank("data")
-        super().__init__(data, members, rank, groups.device, groups.size("expert"), sharded)
+        axis = "data_context"
+        group, members, rank = groups.group(axis), groups.members[axis], groups.rank(axis)
+        super().__init__(group, members, rank, groups.device, groups.size("expert"), sharded)
 
     def is_expert_weight(self, spec: ParamSpec) -> bool:
         """Returns whether expert parallelism splits this parameter."""
@@ -230,8 +231,9 @@ class ReplicatedWeights:
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
         self.state_device = groups.device
-        self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
-        self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups, sharded=False)
+        axis = "data_context"
+        self._group, self._members, self._rank = groups.group(axis), groups.members[axis], groups.rank(axis)
+        self.workers, self._experts = (self._rank, groups.size(axis)), ExpertParts(groups, sharded=False)
         self._has_masters = dtype != torch.float32
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]

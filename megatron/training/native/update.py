@@ -87,7 +87,7 @@ class Update:
         if filled:
             norms = torch._foreach_norm(filled, 2, norm_dtype(self._weights.state_device))
             shard_norms = torch.stack(norms).to(self._groups.device, torch.float32)
-        self._watch.mark(shard_norms, summed=self._groups.size("data") > 1)
+        self._watch.mark(shard_norms, summed=self._groups.size("data_context") > 1)
         # A non-finite norm of a shard that does not count here gives NaN too (inf * 0), as the verdict does.
         sums = torch.stack([shard_norms.square().dot(self._owned), self._watch.local_mark])
         if self._groups.world_size > 1:

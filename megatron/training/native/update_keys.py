@@ -70,7 +70,7 @@ def _fused(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
         return "bf16, as fp16's gradients are scaled"
     if groups.size("pipe") > 1:
         return "pipe_parallel_size 1, as stages sum the gradients of their copies of a weight in fp32"
-    if groups.size("data") > 1:
+    if groups.size("data_context") > 1:
         return "one data rank, as gradients are summed over data ranks in fp32"
     if args.gradient_accumulation_steps != 1 or declaration_of(args).sets_per_step(args) > 1:
         return "one micro-batch a step, as gradients of several are added in fp32"

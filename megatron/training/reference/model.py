@@ -32,7 +32,7 @@ from megatron.data.preferences.reference_scores import (
 )
 from megatron.data.run_datasets import SetContents
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
-from megatron.model import build_stage, eager_blocks, forward_only, materialize
+from megatron.model import build_stage, eager_blocks, forward_only, materialize, with_context
 from megatron.model.init import stage_parameters
 from megatron.model.lora import without_adapters
 from megatron.model.norms import Norm
@@ -238,7 +238,8 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
 
     def run(batches: list[Batch], read: Read, shape: Shape) -> list[torch.Tensor]:
         with nullcontext() if own_stage.compiled else eager_blocks(stage):  # in the same way as the engine's own stage
-            return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
+            parts = [with_context(batch, args, groups) for batch in batches]
+            return forward_only(stage, parts, args, groups, read, dtype=engine.dtype, shape=shape)
 
     def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
         return run(batches, read, lambda batch: tuple(batch.tokens.shape))

@@ -1,0 +1,95 @@
+"""Context parallelism: ranks compute different columns of the same rows, and exchange what crosses columns.
+
+The sequence is dimension 0, `[seq, batch, ..]`. A rank computes `places` columns, some of which may be
+padding.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu.mappings import all_gather, reduce_from_tensor, reduce_scatter
+
+
+class ContextRank(NamedTuple):
+    """The columns of rows that this context rank computes, and its connection to the others.
+
+    Losses are computed from full rows of values, equal on every rank (`full`, `total`). So each rank's
+    gradient is that of its own columns, and gradients of weights are summed over ranks.
+
+    columns: `[places]` int64, with padding that repeats the last column of the row.
+    order: `[seq]` int64, index of each column in the ranks' columns, laid end to end.
+    token_mask: `[places]` boolean, False for padding; None: no padding.
+    loss_places: `[n]` int64, row-major positions in `[places, batch]` where this rank computes losses; None:
+        all.
+    """
+
+    group: dist.ProcessGroup
+    columns: Tensor
+    order: Tensor
+    token_mask: Tensor | None
+    loss_places: Tensor | None
+
+    def local(self, values: Tensor) -> Tensor:
+        """Returns this rank's columns of full rows of values: `[seq, ..]` to `[places, ..]`."""
+        return values.index_select(0, self.columns)
+
+    def local_weights(self, weights: Tensor) -> Tensor:
+        """Returns this rank's columns of loss weights `[seq, batch]`; 0 at padding."""
+        local = self.local(weights)
+        return local if self.token_mask is None else local * self.token_mask.unsqueeze(1)
+
+    def local_places(self, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Returns where this rank computes some positions of full rows, and whether it does (1 or 0), `[n]`
+        int64 each.
+
+        places: `[n]` int64, row-major positions in `[seq, rows]`. Where another rank computes them, the first
+            result is any position of this rank.
+        """
+        start = dist.get_rank(self.group) * len(self.columns)
+        local = self.order[places // rows] - start
+        is_own = (local >= 0) & (local < len(self.columns))
+        return torch.where(is_own, local * rows + places % rows, 0), is_own.long()
+
+    def full(self, values: Tensor) -> Tensor:
+        """Returns full rows, `[seq, ..]`, of which each rank computed its columns `[places, ..]`.
+
+        The gradient is passed to each rank for its own columns: all ranks use the result in the same way.
+        """
+        return _Rows.apply(values, self.group, self.order, False)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Returns the sum of `x` over ranks, which all use it in the same way. The gradient is passed on
+        unchanged."""
+        return reduce_from_tensor(x, self.group)
+
+
+def gather_keys(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
+    """Returns full rows of keys or values `[seq, ..]`, of which each context rank computed its columns
+    `[places, ..]`.
+
+    Each rank's queries use them in their own way, so the gradient is reduce-scattered.
+
+    order: `ContextRank.order`.
+    """
+    return _Rows.apply(x, group, order, True)
+
+
+class _Rows(torch.autograd.Function):
+    """Gathers the columns of all ranks and puts them in the order of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, order: Tensor, is_summed: bool) -> Tensor:
+        ctx.group, ctx.is_summed, ctx.places = group, is_summed, x.shape[0]
+        ctx.save_for_backward(order)
+        return all_gather(x, group).index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (order,), group, places = ctx.saved_tensors, ctx.group, ctx.places
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = grad.new_zeros(size * places, *grad.shape[1:]).index_copy(0, order, grad)
+        local = reduce_scatter(parts, group) if ctx.is_summed else parts[rank * places :][:places].clone()
+        return local, None, None, None
