@@ -12,7 +12,8 @@ from megatron.data.packed_dataset import TokenSample
 
 
 class TensorRecord:
-    """Base class of frozen dataclasses whose fields are tensors, nested TensorRecords or plain values."""
+    """Base class of frozen dataclasses whose fields are tensors, nested TensorRecords, tuples of these, or
+    plain values."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with `function` applied to every tensor field, also in nested records."""
@@ -23,6 +24,8 @@ class TensorRecord:
                 changed[field.name] = function(value)
             elif isinstance(value, TensorRecord):
                 changed[field.name] = value.map(function)
+            elif isinstance(value, tuple):
+                changed[field.name] = tuple(v.map(function) if isinstance(v, TensorRecord) else v for v in value)
         return replace(self, **changed)  # type: ignore[type-var]
 
 
@@ -51,17 +54,45 @@ class Documents(TensorRecord):
 
 @dataclass(frozen=True, eq=False)
 class QueryRuns(TensorRecord):
-    """The queries of a context rank as runs of neighbouring columns in one document, for variable-length
-    kernels.
+    """The queries of a context rank as runs of neighbouring columns in one document, with the keys that
+    they see, for variable-length kernels."""
 
-    A run's queries see the keys of their document up to the run's end: causal attention, aligned at its end.
-    """
-
-    cu_seqlens: Tensor  # [n] int32, starts of runs in the rank's queries [batch * places], padded as in `Documents`
-    key_places: Tensor  # [keys] int64: row * seq + column of each run's keys, run after run; some more at the end
+    cu_seqlens: Tensor  # [n] int32, starts of runs in the queries, then their number, padded as in `Documents`
+    key_places: Tensor  # [keys] int64: row * columns + column of each run's keys, run after run
     key_starts: Tensor  # [n] int32, starts of the runs' keys in `key_places`
     max_seqlen: int  # number of queries of the longest run
     max_keys: int  # the largest number of keys of a run
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBlock(TensorRecord):
+    """The runs of queries that see keys of one rank of a ring. `key_places` counts that rank's columns.
+
+    Queries of a run see all its keys. On the rank's own keys, attention is causal, aligned at the run's end.
+    """
+
+    query_places: Tensor  # [queries] int64: row * columns + column of the queries, run after run
+    runs: QueryRuns
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsPart(TensorRecord):
+    """The exchange of heads for columns (Ulysses): each rank of a group gets all their columns of some
+    heads."""
+
+    order: Tensor  # [columns] int64: index of each column in the ranks' columns, laid end to end
+    places: Tensor  # [ranks * places] int64: for each of these, the index of its column
+
+
+@dataclass(frozen=True, eq=False)
+class KeysPart(TensorRecord):
+    """The columns whose queries a context rank has in attention, after any exchange of heads; the keys of the
+    other columns are other ranks'."""
+
+    queries: Tensor  # [columns] int64, ascending, padded as `ContextPart.columns`
+    order: Tensor  # [seq] int64: index of each column in the queries of the ranks, laid end to end
+    runs: QueryRuns  # with all keys of a row that they see: causal, aligned at the end of each run
+    blocks: tuple[KeyBlock, ...] = ()  # in a ring: for the keys of this rank, of the rank before it, and so on
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +106,10 @@ class ContextPart(TensorRecord):
     columns: Tensor  # [places] int64, ascending
     order: Tensor  # [seq] int64: index of each column in the ranks' `columns`, laid end to end
     token_mask: Tensor | None  # [places] bool, False for padding; None: no padding
-    runs: QueryRuns
-    loss_places: Tensor | None = None  # as `Batch.loss_places`, of this rank's columns
+    loss_places: Tensor | None  # as `Batch.loss_places`, of this rank's columns
+    starts: Tensor  # [n] int32, as `Documents.cu_seqlens`: starts of documents and of chunks in [batch, places]
+    heads: HeadsPart | None = None  # None: no heads are exchanged
+    keys: KeysPart | None = None  # None: after the exchange of heads each rank has full rows
 
 
 @dataclass(frozen=True, eq=False)

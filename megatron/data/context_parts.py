@@ -1,46 +1,114 @@
 """Divides the rows of a batch over context-parallel ranks."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
-from megatron.data.batch import Batch, ContextPart, QueryRuns, num_starts, padded_starts, places_of_loss
+from megatron.data.batch import (
+    Batch,
+    ContextPart,
+    HeadsPart,
+    KeyBlock,
+    KeysPart,
+    QueryRuns,
+    num_starts,
+    padded_starts,
+    places_of_loss,
+)
+from megatron.neox_arguments import ModelArgs
 
 
-def context_columns(seq: int, rank: int, ranks: int, multiple: int = 1) -> np.ndarray:
-    """Return the columns of rows of `seq` tokens that a context-parallel rank computes, ascending, `[places]`
-    int64.
+@dataclass(frozen=True)
+class ContextLayout:
+    """The context-parallel ranks of a row, and what each gives the others for attention.
 
-    Rows have 2 * ranks chunks of equal length. Rank r has chunk r and chunk 2 * ranks - 1 - r, so that causal
-    attention costs every rank the same (as in Megatron-LM). Columns >= seq are padding. multiple: the result
-    has a multiple of so many columns.
-    """
-    chunk = -(-seq // (2 * ranks))
-    while 2 * chunk % multiple:
-        chunk += 1
-    head, tail = rank * chunk, (2 * ranks - 1 - rank) * chunk
-    return np.concatenate([np.arange(head, head + chunk), np.arange(tail, tail + chunk)])
-
-
-def part_of(batch: Batch, rank: int, ranks: int, multiple: int = 1) -> Batch:
-    """Return the batch with its `ContextPart` for a context-parallel rank; unchanged if it has one already.
-
+    size: number of ranks. ulysses: neighbouring ranks that exchange heads for columns; 1: none.
+    is_ring: keys go round between ranks, instead of being gathered.
     multiple: each rank computes a multiple of so many columns.
     """
-    if ranks == 1 or batch.context is not None:
+
+    size: int
+    ulysses: int = 1
+    is_ring: bool = False
+    multiple: int = 1
+
+    @classmethod
+    def from_args(cls, args: ModelArgs) -> "ContextLayout":
+        """Return the layout that a configuration asks for."""
+        is_ring, multiple = args.context_parallel_type == "ring", args.tp if args.sequence_parallel else 1
+        return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple)
+
+    def num_queries(self, seq: int) -> int:
+        """Return the number of columns whose queries a rank has in attention, padding included."""
+        return seq if self.ulysses == self.size else self.ulysses * len(self.columns(seq, 0))
+
+    def columns(self, seq: int, rank: int) -> np.ndarray:
+        """Return the columns of rows of `seq` tokens that a rank computes, ascending, `[places]` int64.
+
+        Rows have 2 * size chunks of equal length. Rank r has chunk r and chunk 2 * size - 1 - r, so that
+        causal attention costs every rank the same (as in Megatron-LM). Columns >= seq are padding.
+        """
+        chunk = -(-seq // (2 * self.size))
+        while 2 * chunk % self.multiple:
+            chunk += 1
+        head, tail = rank * chunk, (2 * self.size - 1 - rank) * chunk
+        return np.concatenate([np.arange(head, head + chunk), np.arange(tail, tail + chunk)])
+
+
+def part_of(batch: Batch, layout: ContextLayout, rank: int) -> Batch:
+    """Return the batch with its `ContextPart` for a context-parallel rank; unchanged if it has one already.
+
+    So are batches within `Batch.method`.
+    """
+    if layout.size == 1 or batch.context is not None:
         return batch
-    rows, seq = batch.tokens.shape
-    everyone = [context_columns(seq, r, ranks, multiple) for r in range(ranks)]
-    columns, order = everyone[rank], np.argsort(np.concatenate(everyone), kind="stable")[:seq]
-    token_mask, columns = columns < seq, columns.clip(max=seq - 1)
+    if batch.method is not None:
+        values = {field.name: getattr(batch.method, field.name) for field in fields(batch.method)}
+        inner = {name: part_of(value, layout, rank) for name, value in values.items() if isinstance(value, Batch)}
+        batch = replace(batch, method=replace(batch.method, **inner))
+    seq = batch.tokens.shape[1]
+    everyone = [layout.columns(seq, r) for r in range(layout.size)]
+    token_mask, columns = everyone[rank] < seq, everyone[rank].clip(max=seq - 1)
     loss_weights = batch.loss_weights.cpu().numpy()[:, columns] * token_mask
+    groups = [np.concatenate(everyone[i : i + layout.ulysses]) for i in range(0, layout.size, layout.ulysses)]
     part = ContextPart(
-        torch.from_numpy(columns), torch.from_numpy(order), None if token_mask.all() else torch.from_numpy(token_mask),
-        _query_runs(_begins(batch), columns, token_mask), places_of_loss(loss_weights),
+        torch.from_numpy(columns), _order(everyone, seq), None if token_mask.all() else torch.from_numpy(token_mask),
+        places_of_loss(loss_weights), _chunk_starts(_begins(batch), everyone[rank]),
+        heads=_heads_part(groups[rank // layout.ulysses], seq, len(groups) == 1) if layout.ulysses > 1 else None,
+        keys=None if len(groups) == 1 else _keys_part(batch, groups, rank // layout.ulysses, layout.is_ring),
     )  # fmt: skip
     device = batch.tokens.device
     return replace(batch, context=part if device.type == "cpu" else part.map(lambda tensor: tensor.to(device)))
+
+
+def _order(columns_of_ranks: list[np.ndarray], seq: int) -> torch.Tensor:
+    """Return the index of each of `seq` columns in the columns of all ranks, laid end to end."""
+    return torch.from_numpy(np.argsort(np.concatenate(columns_of_ranks), kind="stable")[:seq])
+
+
+def _heads_part(columns: np.ndarray, seq: int, full_rows: bool) -> HeadsPart:
+    """Return how ranks whose columns, laid end to end, are `columns` put them in order, and back.
+
+    full_rows: these are all columns, and padding is left out.
+    """
+    order = np.argsort(columns, kind="stable")
+    places = np.argsort(order, kind="stable")
+    if full_rows:
+        order, places = order[:seq], places.clip(max=seq - 1)
+    return HeadsPart(torch.from_numpy(order), torch.from_numpy(places))
+
+
+def _keys_part(batch: Batch, groups: list[np.ndarray], number: int, is_ring: bool) -> KeysPart:
+    """Return the `KeysPart` of the group of ranks with this number. groups: the columns of each."""
+    seq, begins = batch.tokens.shape[1], _begins(batch)
+    columns_of_groups = [np.sort(columns) for columns in groups]
+    queries = columns_of_groups[number]
+    blocks = [(number - step) % len(groups) for step in range(len(groups))] if is_ring else []
+    return KeysPart(
+        torch.from_numpy(queries.clip(max=seq - 1)), _order(columns_of_groups, seq), _query_runs(begins, queries),
+        tuple(_key_block(begins, queries, columns_of_groups[block]) for block in blocks),
+    )  # fmt: skip
 
 
 def _begins(batch: Batch) -> np.ndarray:
@@ -53,33 +121,93 @@ def _begins(batch: Batch) -> np.ndarray:
     return begins
 
 
-def _query_runs(begins: np.ndarray, columns: np.ndarray, token_mask: np.ndarray) -> QueryRuns:
-    """Return the `QueryRuns` of a rank's columns.
+def _chunk_starts(begins: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+    """Return the starts of a rank's documents, each cut where a chunk begins, as `ContextPart.starts`."""
+    rows, places = len(begins), len(columns)
+    chunks = np.arange(rows).repeat(2) * places + np.tile([0, places // 2], rows)
+    runs = _runs(begins, columns)
+    starts = np.union1d(runs.row * places + runs.place, chunks)
+    return padded_starts(starts, rows * places, num_starts(len(starts), rows * places))
 
-    Padding forms one run in each row, whose keys are copies of its column: attention there is finite.
-    begins: `[batch, seq]`, True where documents begin.
+
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of neighbouring columns in one document. Arrays have one entry a run.
+
+    row; place: of the first column in the rank's columns; length; column: the first; document: the column
+    where the document begins.
     """
-    rows, seq = begins.shape
-    firsts = begins[:, columns]
-    firsts[:, 0] = True
+
+    row: np.ndarray
+    place: np.ndarray
+    length: np.ndarray
+    column: np.ndarray
+    document: np.ndarray
+
+
+def _runs(begins: np.ndarray, columns: np.ndarray) -> _Runs:
+    """Return the runs of a rank's columns, in the order of `[batch, columns]`. Padding forms one run in each
+    row.
+
+    begins: `[batch, seq]`, True where documents begin. columns: ascending, >= seq for padding.
+    """
+    seq = begins.shape[1]
+    filled = int((columns < seq).sum())
+    firsts = begins[:, columns.clip(max=seq - 1)]
     firsts[:, 1:] |= np.diff(columns) != 1
-    firsts[:, ~token_mask] = False
-    if not token_mask.all():
-        firsts[:, int(token_mask.sum())] = True
+    firsts[:, filled:] = False
+    firsts[:, [0, *([filled] if filled < len(columns) else [])]] = True
     starts = np.flatnonzero(firsts)
-    lengths = np.diff(np.append(starts, firsts.size))
     row, place = np.divmod(starts, len(columns))
-    document = np.maximum.accumulate(np.where(begins, np.arange(seq), 0), axis=1)  # each column's document's start
-    is_padding = ~token_mask[place]
-    first_key = np.where(is_padding, columns[place], document[row, columns[place]])
-    keys = np.where(is_padding, lengths, columns[place] + lengths - first_key)
-    ends = np.cumsum(keys)
-    steps = np.arange(ends[-1]) - np.repeat(ends - keys, keys)
-    key_places = np.repeat(row * seq + first_key, keys) + steps * np.repeat(~is_padding, keys)
-    step = 1 << max(0, len(key_places) // 8 - 1).bit_length()  # few lengths, which avoids fragmentation
-    key_places = np.append(key_places, np.zeros(-len(key_places) % step, np.int64))
-    n = num_starts(len(starts), firsts.size)
+    documents = np.maximum.accumulate(np.where(begins, np.arange(seq), 0), axis=1)  # where each column's begins
+    column = columns[place]
+    document = documents[row, column.clip(max=seq - 1)]
+    return _Runs(row, place, np.diff(np.append(starts, firsts.size)), column, document)
+
+
+def _query_runs(begins: np.ndarray, columns: np.ndarray) -> QueryRuns:
+    """Return the `QueryRuns` of a rank's columns, with the keys of full rows.
+
+    The keys of padding are copies of the last column, so that attention there is finite.
+    """
+    runs, (rows, seq) = _runs(begins, columns), begins.shape
+    is_padding = runs.column >= seq
+    first_key = np.where(is_padding, seq - 1, runs.document)
+    counts = np.where(is_padding, runs.length, runs.column + runs.length - first_key)
+    return _as_tensors(rows * len(columns), runs.length, runs.row * seq + first_key, counts, ~is_padding)
+
+
+def _key_block(begins: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> KeyBlock:
+    """Return the runs of a rank's queries that see keys of a rank of the ring, whose columns are `keys`."""
+    runs, seq = _runs(begins, queries), begins.shape[1]
+    first_key = np.searchsorted(keys, runs.document)
+    counts = np.where(runs.column < seq, np.searchsorted(keys, runs.column + runs.length) - first_key, 0)
+    sees = counts > 0
+    row, place, length, first_key, counts = (
+        values[sees] for values in (runs.row, runs.place, runs.length, first_key, counts)
+    )
+    ends = np.cumsum(length)
+    steps = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - length, length)
+    query_places = np.repeat(row * len(queries) + place, length) + steps
+    every_key = np.ones(len(row), bool)
+    key_runs = _as_tensors(len(query_places), length, row * len(keys) + first_key, counts, every_key)
+    return KeyBlock(torch.from_numpy(query_places), key_runs)
+
+
+def _as_tensors(
+    queries: int, lengths: np.ndarray, first_keys: np.ndarray, counts: np.ndarray, advances: np.ndarray
+) -> QueryRuns:
+    """Return `QueryRuns` of `queries` queries.
+
+    lengths, first_keys, counts: of each run, the number of queries, the place of the first key, and the
+        number of keys. advances: whether its keys are neighbours; else they are copies of the first.
+    """
+    key_ends = np.cumsum(counts)
+    num_keys = int(key_ends[-1]) if len(key_ends) else 0
+    steps = np.arange(num_keys) - np.repeat(key_ends - counts, counts)
+    key_places = np.repeat(first_keys, counts) + steps * np.repeat(advances, counts)
+    n = num_starts(len(lengths), queries)
     return QueryRuns(
-        padded_starts(starts, firsts.size, n), torch.from_numpy(key_places),
-        padded_starts(ends - keys, int(ends[-1]), n), int(lengths.max()), int(keys.max()),
+        padded_starts(np.cumsum(lengths) - lengths, queries, n), torch.from_numpy(key_places),
+        padded_starts(key_ends - counts, num_keys, n), int(lengths.max(initial=0)), int(counts.max(initial=0)),
     )  # fmt: skip

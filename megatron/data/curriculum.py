@@ -58,8 +58,8 @@ def difficulty(section: Mapping[str, Any], step: int) -> int:
 def check_curriculum(args: NeoXArgs) -> None:
     """Raise ConfigError if a curriculum has unusable sequence lengths.
 
-    They are unusable below 1, or, with `sequence_parallel`, if the number of tensor-parallel ranks does not
-    divide them.
+    They are unusable below 1, or, with `sequence_parallel` and without context parallelism, if the number of
+    tensor-parallel ranks does not divide them.
     """
     section = curriculum_section(args)
     if args.seq_curriculum is not None:
@@ -73,6 +73,6 @@ def check_curriculum(args: NeoXArgs) -> None:
     if min(lengths) < 1:
         raise args.error(path, "expected lengths of at least one token")
     odd = [length for length in lengths if length % args.tp]
-    if args.sequence_parallel and odd:
+    if args.sequence_parallel and odd and args.context_parallel_size == 1:  # which pads rows
         problem = f"sequence_parallel splits rows over {args.tp} ranks, but {args.tp} does not divide length {odd[0]}"
         raise args.error(path, f"{problem}; use multiples of {args.tp}")

@@ -83,6 +83,7 @@ class _MicroBatches(Dataset):
     seed: int
     collate: Callable[..., Batch]
     split_rows: bool = False
+    take_part: Callable[[Batch], Batch] | None = None
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
         """Return the batch for `item`, a pair (sample numbers, length).
@@ -97,8 +98,10 @@ class _MicroBatches(Dataset):
             return problem
         seed = micro_batch_seed(self.seed, samples.start)
         if self.split_rows and length is not None:
-            return rechunk(self.collate(rows, seed=seed), length)
-        return self.collate(rows, length, seed=seed)
+            batch = rechunk(self.collate(rows, seed=seed), length)
+        else:
+            batch = self.collate(rows, length, seed=seed)
+        return batch if self.take_part is None else self.take_part(batch)
 
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
@@ -138,6 +141,7 @@ def train_loader(
     pin_memory: bool = False,
     length: Callable[[int], int] | None = None,
     split_rows: bool = False,
+    take_part: Callable[[Batch], Batch] | None = None,
 ) -> Iterator[list[Batch]]:
     """Iterate over the training micro-batches of one data-parallel rank.
 
@@ -150,6 +154,7 @@ def train_loader(
     length: called with the number of a step, from 0 on; returns how many tokens of each sample are read.
       None: all.
     split_rows: read all tokens, and split each row into rows of that length instead.
+    take_part: adds the part that a context-parallel rank computes; None: it computes all.
     Raises DataError at the step with unusable data.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
@@ -162,7 +167,7 @@ def train_loader(
     workers = args.num_workers if num_workers is None else num_workers
     slices = train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples)
     loader = DataLoader(
-        _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows),
+        _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows, take_part),
         batch_size=None,  # a range of samples is one item, which becomes one Batch
         sampler=_with_lengths(slices, accumulation, length),
         collate_fn=_as_is,

@@ -90,8 +90,9 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
         tokenizer = tokenizer_keys(checkpoint / ("tokenizer" if (checkpoint / "tokenizer").is_dir() else HF_SUBFOLDER))
     return args.replace(
         **tokenizer, load=str(path), iteration=step_of(checkpoint),
-        model_parallel_size=1, pipe_parallel_size=1, sequence_parallel=False, train_batch_size=None,
-        train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None, distributed_backend="auto",
+        model_parallel_size=1, pipe_parallel_size=1, context_parallel_size=1, expert_parallel_size=1,
+        sequence_parallel=False, train_batch_size=None, train_micro_batch_size_per_gpu=None,
+        gradient_accumulation_steps=None, distributed_backend="auto",
     )  # fmt: skip
 
 

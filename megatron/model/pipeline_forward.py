@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.data.context_parts import part_of
+from megatron.data.context_parts import ContextLayout, part_of
 from megatron.model.pipeline_partition import StagePlacement
 from megatron.model.stage import HiddenStates
 from megatron.mpu import HeadInput, ParallelGroups
@@ -35,8 +35,9 @@ def hidden_buffer(args: ModelArgs, groups: ParallelGroups, batch: Batch, dtype: 
 def with_context(batch: Batch, args: ModelArgs, groups: ParallelGroups) -> Batch:
     """Returns the batch with the columns that this context rank computes; unchanged without context
     parallelism."""
-    multiple = groups.size("tensor") if args.sequence_parallel else 1
-    return part_of(batch, groups.rank("context"), groups.size("context"), multiple)
+    if groups.size("context") == 1:
+        return batch
+    return part_of(batch, ContextLayout.from_args(args), groups.rank("context"))
 
 
 def _read(read: Read, batch: Batch, head: HeadInput) -> Tensor:

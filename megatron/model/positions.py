@@ -257,14 +257,22 @@ class RelativePositionBias(nn.Module):
         shape, blocks = (spec.buckets, spec.heads), (spec.heads,)
         return (ParamSpec("weight", shape, 1, blocks, "xavier_normal", weight_decay=True, shared=True),)
 
-    def forward(self, seq: int, positions: Tensor | None = None, distance: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        seq: int,
+        positions: Tensor | None = None,
+        distance: Tensor | None = None,
+        heads: slice | None = None,
+    ) -> Tensor:
         """Returns the bias of attention logits, -inf for future keys: `[1, heads/T, seq, seq]` fp32.
 
         positions: `[batch, queries]`, the columns of the queries; the result is then `[batch, heads/T,
             queries, seq]`. None: all columns of seq.
         distance: `[batch, 1, queries, keys]`, key - query to use instead of the difference of columns.
+        heads: the local heads whose bias is returned; None: all.
         """
         distance = distances(seq, self.weight.device, positions) if distance is None else distance
+        weight = self.weight if heads is None else self.weight[:, heads]
         bucket = relative_bucket((-distance).clamp(min=0), self.buckets, self.max_distance)
-        bias = F.embedding(bucket.squeeze(1), self.weight.float()).permute(0, 3, 1, 2) * self.scale
+        bias = F.embedding(bucket.squeeze(1), weight.float()).permute(0, 3, 1, 2) * self.scale
         return bias.masked_fill(distance > 0, float("-inf"))

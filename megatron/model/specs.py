@@ -128,6 +128,13 @@ class AttentionSpec:
         return self.alibi or self.relative is not None
 
     @property
+    def fits_ring(self) -> bool:
+        """Whether ring attention supports it: softmax(q k^T * scale) v over all earlier keys, and nothing
+        else, on no other backend than flash."""
+        is_plain = not (self.window is not None or self.biased or self.softcap or self.sinks or self.dropout > 0.0)
+        return is_plain and self.backend in ("auto", "flash")
+
+    @property
     def inputs(self) -> tuple[int | None, RotarySpec | None, str]:
         """The fields on which `AttentionInputs` depend. Blocks with equal values share their inputs."""
         return self.window, self.rotary, self.backend

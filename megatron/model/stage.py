@@ -14,6 +14,7 @@ from megatron.data import Batch
 from megatron.model.attention import (
     AttentionBackends,
     AttentionInputs,
+    HeadsOrder,
     SelfAttention,
     cached_inputs,
     choose_backends,
@@ -24,7 +25,7 @@ from megatron.model.block import MIXERS, Block, DropoutSeeds
 from megatron.model.cache import KVCache, StateShapes
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
-from megatron.model.mamba import ScanKernels, StateInputs, choose_scans, state_inputs
+from megatron.model.mamba import ScanKernels, StateInputs, choose_scans, shared_row_inputs, state_inputs
 from megatron.model.moe import Balance, MoE, RoutingSums
 from megatron.model.pipeline_partition import StagePlacement, partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
@@ -134,6 +135,7 @@ class Stage(nn.Module):
         self.chunks, self.specs = chunks, tuple(spec for chunk in chunks for spec in chunk)
         self.blocks = [spec for spec in self.specs if isinstance(spec, BlockSpec)]
         self.device_of_groups, self.context_group = groups.device, groups.group("context")
+        self.context_rank, self.context_size = groups.rank("context"), groups.size("context")
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
         self.lowest_trained, self.backends, self.scans = lowest_trained, backends, scans
         self.run_blocks = _run_at_once
@@ -244,7 +246,10 @@ class Stage(nn.Module):
 
         positions: `[batch, seq]`, of the columns that this context rank computes.
         """
-        mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer)
+        exchanges = batch.context is not None and batch.context.heads is not None
+        attention = self.layers[str(layer)].attention if exchanges else None
+        heads = attention.own_heads if isinstance(attention, SelfAttention) else None
+        mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer, heads)
         if context.branch_ids is not None:
             branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1
             # A mask, because rows have many lengths: a block mask would be compiled for each of them.
@@ -256,6 +261,8 @@ class Stage(nn.Module):
         if lengths is None and context.last_tokens is not None:
             lengths = context.last_tokens + 1
         inputs = text_inputs(mixer, batch, positions, lengths, form, bias, context_rank)
+        if batch.context is not None and batch.context.heads is not None:
+            inputs = inputs._replace(heads=HeadsOrder(batch.context.heads.order, batch.context.heads.places))
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
             for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out, *(inputs.runs or ())):
                 if sized is not None:
@@ -269,12 +276,16 @@ class Stage(nn.Module):
             return None
         return ContextRank(self.context_group, part.columns, part.order, part.token_mask, part.loss_places)
 
-    def _bias(self, layer: int, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
+    def _bias(
+        self, layer: int, heads: slice | None, seq: int, columns: Tensor | None, distance: Tensor | None
+    ) -> Tensor | None:
+        """heads: of this tensor rank, those to which this rank attends; None: all."""
         spec = self.attention[layer]
         if spec.alibi:
-            return alibi_bias(seq, self._slopes_of(spec.heads), columns, distance)
+            slopes = self._slopes_of(spec.heads)
+            return alibi_bias(seq, slopes if heads is None else slopes[heads], columns, distance)
         if spec.relative is not None:
-            return self.layers[str(layer)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
+            return self.layers[str(layer)].attention.rpe(seq, columns, distance, heads)  # type: ignore[union-attr,operator]
         return None
 
     def _slopes_of(self, heads: int) -> Tensor:
@@ -368,7 +379,11 @@ class Stage(nn.Module):
             assert inference.branch_ids is None and not shares_prefixes, (
                 "Mamba blocks support no trees or shared prefixes"
             )
-            states = state_inputs(batch, inference.last_tokens, inference.cache is not None)
+            if batch.context is None:
+                states = state_inputs(batch, inference.last_tokens, inference.cache is not None)
+            else:
+                tail = max(getattr(spec.mixer, "conv_kernel", 1) for spec in state_blocks) - 1
+                states = shared_row_inputs(batch, self.context_size, self.context_rank, tail)
             inputs |= {spec.index: states for spec in state_blocks}
         x, routed = self._run_blocks(blocks, x, inputs, batch, inference.cache)
         if self.balance is not None and self.training:
@@ -399,6 +414,10 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     with_states = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
     backends = choose_backends(args, groups.device, attention, log) if attention else {}
     scans = choose_scans(args, groups.device, with_states, log) if with_states else ScanKernels()
+    if log is not None and args.context_parallel_type == "ring" and groups.size("context_keys") > 1:
+        gather = sum(not spec.fits_ring for spec in attention)
+        reason = "; windows, biases, caps, sinks, dropout and other backends than flash need it" if gather else ""
+        log(f"context_parallel_type: ring; {gather} of {len(attention)} blocks with attention gather keys{reason}")
     placement = StagePlacement.configured(args, groups.size("pipe"))
     stages = partition_layers(args, placement.stages)
     chunks = tuple(stages[number] for number in placement.stages_of(groups.rank("pipe")))

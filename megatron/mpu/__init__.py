@@ -17,7 +17,7 @@ random.py: dropout seeds. gpu_kernels.py: the GPUs on which each kernel has been
 Functions and classes take their process groups as arguments; nothing here is global.
 """
 
-from megatron.mpu.context import ContextRank, gather_keys
+from megatron.mpu.context import ContextRank, exchange_columns, exchange_heads, gather_keys
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
 from megatron.mpu.grouped import grouped_mm
@@ -33,7 +33,7 @@ from megatron.mpu.head import (
     token_loss_sum,
     token_scores,
 )
-from megatron.mpu.initialize import init_model_parallel
+from megatron.mpu.initialize import init_model_parallel, settle_context
 from megatron.mpu.layers import Linear, LinearSpec, PartialSum, VocabParallelEmbedding, row_parallel_sum
 from megatron.mpu.lora import LoraSpec, LowRank, adapters_of
 from megatron.mpu.mappings import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.mpu.mappings import all_gather, reduce_from_tensor, reduce_scatter
+from megatron.mpu.mappings import all_gather, exchange_parts, reduce_from_tensor, reduce_scatter
 
 
 class ContextRank(NamedTuple):
@@ -64,6 +64,27 @@ class ContextRank(NamedTuple):
         """Returns the sum of `x` over ranks, which all use it in the same way. The gradient is passed on
         unchanged."""
         return reduce_from_tensor(x, self.group)
+
+
+def exchange_heads(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
+    """Returns the columns of all ranks of some heads, of which each rank gave its columns of all heads
+    (Ulysses, arXiv 2309.14509).
+
+    x: `[ranks, places, batch, n, head_dim]`, the n heads for each rank. order: `[columns]` int64, the index
+        of each column in the ranks' columns, laid end to end. Returns `[columns, batch, n, head_dim]`.
+    """
+    return exchange_parts(x, group).flatten(0, 1).index_select(0, order)
+
+
+def exchange_columns(x: Tensor, group: dist.ProcessGroup, places: Tensor) -> Tensor:
+    """Returns this rank's columns of all heads: the inverse of `exchange_heads`.
+
+    x: `[columns, batch, n, head_dim]`. places: `[ranks * places]` int64, for each of the ranks' columns,
+        laid end to end, its index in x. Returns `[places, batch, ranks * n, head_dim]`.
+    """
+    ranks = dist.get_world_size(group)
+    parts = exchange_parts(x.index_select(0, places).unflatten(0, (ranks, -1)), group)
+    return parts.movedim(0, 2).flatten(2, 3)
 
 
 def gather_keys(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:

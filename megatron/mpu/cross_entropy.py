@@ -375,3 +375,8 @@ def values_of(
     labels: columns of this rank, -1 for labels of other ranks; `[rows]`.
     """
     return _combined(sums_of_ranks(logits, labels, part, kernels, statistics, temperature), part.rank, part.columns)
+
+
+def chosen(values: Tensor, places: Tensor | None) -> Tensor:
+    """Returns the rows of `values` at `places`; None: all of them."""
+    return values if places is None else values.index_select(0, places)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.mpu.cross_entropy import VocabPart
-from megatron.mpu.head import HeadGradients, HeadInput, OutputLayer, chosen, chunks
+from megatron.mpu.cross_entropy import VocabPart, chosen
+from megatron.mpu.head import HeadGradients, HeadInput, OutputLayer, chunks
 from megatron.mpu.mappings import gather_from_tensor
 
 # The most fp32 tensors of a chunk's size in memory at once: logits, log-probabilities and their derivatives.

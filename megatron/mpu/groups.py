@@ -13,10 +13,12 @@ import torch.distributed as dist
 AXES = ("pipe", "data", "context", "tensor")
 """The axes of the rank grid, slowest-varying first: consecutive ranks share a tensor group, as in NeoX and
 DeepSpeed."""
-FOLDED = ("data_context", "expert", "expert_data")
+FOLDED = ("data_context", "expert", "expert_data", "context_heads", "context_keys")
 """Axes made of those of the grid. Ranks of a `data_context` group hold the same weights: gradients are summed
 over them, and ZeRO shards over them. Expert parallelism divides this axis into two. Ranks of an `expert`
-group hold different experts of one model. Ranks of an `expert_data` group hold the same experts."""
+group hold different experts of one model. Ranks of an `expert_data` group hold the same experts.
+The context axis, too, is divided into two. Neighbours in a `context_heads` group exchange heads for columns
+(Ulysses). Ranks of a `context_keys` group gather keys, or hand them round."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def build_groups(
     device: torch.device,
     context: int = 1,
     expert: int = 1,
+    ulysses: int = 1,
     is_v_pipeline: bool = False,
 ) -> ParallelGroups:
     """Creates this rank's process group for each axis. All ranks call it together, after init_process_group.
@@ -137,6 +140,7 @@ def build_groups(
     pipe, data, context, tensor: number of ranks along each axis; their product must be the world size.
     expert: number of neighbouring data and context ranks over which experts are sharded; it must divide
         `data * context`.
+    ulysses: number of neighbouring context ranks that exchange heads; it must divide `context`.
     is_v_pipeline: the first pipeline rank holds the first stage and the last.
 
     A rank creates only the groups that it belongs to. All ranks create equally many groups, because torch
@@ -149,6 +153,8 @@ def build_groups(
             f"the parallel sizes {sizes} multiply to {math.prod(sizes.values())} ranks, but the run has {world_size}; "
             "start as many ranks as the product, or change the sizes"
         )
+    if context % ulysses:
+        raise ValueError(f"{ulysses} ranks that exchange heads do not divide {context} context ranks; choose a divisor")
     copies = data * context
     if copies % expert:
         raise ValueError(
@@ -171,6 +177,11 @@ def build_groups(
     ranks |= {"expert": expert_rank, "expert_data": replica}
     members["expert"] = members["data_context"][replica * expert :][:expert]
     members["expert_data"] = members["data_context"][expert_rank::expert]
+    ring, heads_rank = divmod(ranks["context"], ulysses)
+    sizes |= {"context_heads": ulysses, "context_keys": context // ulysses}
+    ranks |= {"context_heads": heads_rank, "context_keys": ring}
+    members["context_heads"] = members["context"][ring * ulysses :][:ulysses]
+    members["context_keys"] = members["context"][heads_rank::ulysses]
     handles: dict[str, dist.ProcessGroup | None] = {}
     for axis in (*AXES, *FOLDED):  # axes with the same ranks share one group
         same_ranks = next((name for name in handles if members[name] == members[axis]), None)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.context import ContextRank
-from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPart, sums_of_ranks, values_of
+from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPart, chosen, sums_of_ranks, values_of
 from megatron.mpu.mappings import gather_from_tensor, reduce_from_tensor
 from megatron.mpu.products import PlainProduct, Product
 
@@ -296,8 +296,10 @@ def token_loss_sum(
     return sums[0], sums[1:].detach()
 
 
-def chosen(values: Tensor, places: Tensor | None) -> Tensor:
-    return values if places is None else values.index_select(0, places)
+def _local_places(head: HeadInput, places: Tensor) -> tuple[Tensor, Tensor]:
+    if head.context is None:
+        return places, places
+    return head.context.local_places(places, head.hidden_states.shape[1])
 
 
 # -- scores --------------------------------------------------------------------------------------------------
@@ -323,9 +325,7 @@ def token_scores(head: HeadInput, places: Tensor, group: dist.ProcessGroup | Non
     places: `[n]` int64, row-major positions in `[seq, batch]` of the tokens; no other position is computed.
     """
 
-    context, local, is_own = head.context, places, places
-    if context is not None:
-        local, is_own = context.local_places(places, head.hidden_states.shape[1])
+    context, (local, is_own) = head.context, _local_places(head, places)
 
     def use(hidden: Tensor, layer: OutputLayer) -> Tensor:
         return scores_of(hidden.flatten(0, -2).index_select(0, local), layer.weight, group)
@@ -479,9 +479,7 @@ def choose_tokens(
     temperature: divides the logits, in fp32.
     """
 
-    context, local, is_own = head.context, places, places
-    if context is not None:
-        local, is_own = context.local_places(places, head.hidden_states.shape[1])
+    context, (local, is_own) = head.context, _local_places(head, places)
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from megatron.distributed import Process, StartError, init_process_group
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments.validation.model import head_exchange_problem
 
 
 def init_model_parallel(
@@ -27,10 +29,35 @@ def init_model_parallel(
     device = init_process_group(args, process, logger, store)
     groups = build_groups(
         pipe=args.pp, data=args.data_parallel_size, context=args.context_parallel_size, tensor=args.tp, device=device,
-        expert=args.expert_parallel_size, is_v_pipeline=args.is_v_pipeline,
+        expert=args.expert_parallel_size, ulysses=args.ulysses_size, is_v_pipeline=args.is_v_pipeline,
     )  # fmt: skip
     connect(groups)
     return groups
+
+
+def settle_context(args: NeoXArgs, process: Process, log: Callable[[str], None]) -> NeoXArgs:
+    """Returns the configuration with a chosen `context_parallel_type`, if it is `auto` and rows are shared.
+
+    It is ulysses if context ranks are on one machine and the heads can be shared out to them, else allgather.
+    The choice is logged, and context ranks that are on several machines.
+    """
+    ranks, key = args.context_parallel_size * args.tp, "context_parallel_type"
+    if args.context_parallel_size == 1:
+        return args
+    machine = process.local_world_size
+    spans = process.world_size > machine and machine % ranks != 0
+    if spans:
+        log(
+            f"context_parallel_size {args.context_parallel_size} x model_parallel_size {args.tp} = {ranks} ranks are "
+            f"not on one machine of {machine}; what they exchange in every block crosses the network"
+        )
+    if args.context_parallel_type != "auto":
+        return args
+    reason = "context ranks are on several machines" if spans else None
+    reason = reason or (head_exchange_problem(args, args.context_parallel_size) if args.attends else None)
+    choice = "ulysses" if reason is None else "allgather"
+    log(f"{key}: {choice} (auto{'' if reason is None else f': {reason}'})")
+    return args.settle(key, choice)
 
 
 def _check_experts(args: ModelArgs, process: Process) -> None:

@@ -186,6 +186,24 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], receive
     return _AllToAll.apply(x, group, sent, received)
 
 
+def exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sends `x[i]` to rank i of the group, and returns what this rank received, in rank order.
+
+    Gradients are sent back the same way. The result has the shape of x.
+    """
+    return _Mapping.apply(x, group, _exchange_parts, _exchange_parts)
+
+
+def _exchange_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        sizes = [1] * group.size()
+        return _functional.wait_tensor(_functional.all_to_all_single(x, sizes, sizes, group.group_name))
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:

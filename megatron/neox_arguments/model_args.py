@@ -55,6 +55,13 @@ class ModelArgs(
         return self.pp > 1 and self.pipeline_schedule in ("zero_bubble", "zbv", "dualpipev")
 
     @property
+    def ulysses_size(self) -> int:
+        """The number of neighbouring context ranks that exchange heads for columns in attention; 1: none."""
+        if self.context_parallel_size == 1 or self.context_parallel_type == "ulysses":
+            return self.context_parallel_size
+        return self.context_parallel_ulysses_size
+
+    @property
     def tp(self) -> int:
         """The number of tensor-parallel ranks."""
         return self.model_parallel_size

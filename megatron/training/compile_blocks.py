@@ -138,6 +138,8 @@ def _obstacle(args: NeoXArgs, engine: str) -> tuple[str, str] | None:
     """Returns why blocks cannot be compiled in this configuration, and how to change it; None if they can."""
     if engine == "deepspeed" and args.zero_stage == 3:
         return "DeepSpeed's ZeRO 3 runs hooks inside blocks", "write engine: native, or another ZeRO stage"
+    if args.context_parallel_type == "ring" and args.ulysses_size < args.context_parallel_size:
+        return "torch cannot compile context_parallel_type: ring", "write allgather or ulysses"
     if args.defers_weight_gradients:
         schedule = f"pipeline_schedule {args.cite('pipeline_schedule')}"
         return f"{schedule} computes weight gradients after a block's backward", "write pipeline_schedule: interleaved"

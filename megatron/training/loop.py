@@ -5,6 +5,7 @@ The callbacks in `builtin_callbacks/build.py`, called around each step, decide w
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from megatron.callbacks import Callback, Step, StepResult
 from megatron.data import (
@@ -18,6 +19,7 @@ from megatron.data import (
     step_length,
     train_loader,
 )
+from megatron.data.context_parts import ContextLayout, part_of
 from megatron.distributed import run_on_each_rank
 from megatron.process import StopRequested, capture_stop_signals
 from megatron.training.builtin_callbacks.build import build_callbacks, name_callbacks, states_of
@@ -59,6 +61,7 @@ def steps_of(training: Training) -> Iterator[StepData]:
             pin_memory=training.groups.device.type == "cuda",
             length=(lambda n: row_length(args, next_step + n)) if has_curriculum(args) else None,
             split_rows=args.seq_curriculum is not None,
+            take_part=partial(part_of, layout=ContextLayout.from_args(args), rank=training.groups.rank("context")),
         )
 
     return training.method.steps(training, load)

@@ -30,7 +30,7 @@ from megatron.distributed import (
     run_on_each_rank,
 )
 from megatron.model import build_stage, lowest_trained, trained_parameters
-from megatron.mpu import ParallelGroups, init_model_parallel
+from megatron.mpu import ParallelGroups, init_model_parallel, settle_context
 from megatron.neox_arguments import ModelArgs, MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.validation.experts import router_notes
@@ -246,6 +246,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     shared_folder = None if is_remote(user_args.save) else user_args.save
     store = rendezvous_and_check(user_args, process, logger, shared=shared_folder)
     fetch_remote_source(user_args)
+    user_args = settle_context(user_args, process, logger.info)
     groups = init_model_parallel(user_args, process, logger, store)
     check_transport(user_args, groups, process, logger)
     user_callbacks = run_on_each_rank(groups, lambda: load_callbacks(user_args))

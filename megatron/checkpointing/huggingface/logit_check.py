@@ -127,6 +127,7 @@ def plain_args(args: NeoXArgs) -> NeoXArgs:
     return args.replace(
         model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
         compile=False, attention_backend="math", checkpoint_activations=False, expert_parallel_size=1,
+        context_parallel_size=1,
         moe_expert_capacity_factor=None,
         train_batch_size=None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=None,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.context_parts import ContextLayout
 from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions, rows_in_one
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.specs import AttentionSpec
@@ -88,16 +89,17 @@ class AttentionBackends:
 
         window: of the layers for which the batch is prepared; None: no window.
         """
-        # The queries of a context rank are runs within texts, as documents are.
-        kind = _CAUSAL if batch.documents is None and batch.context is None else _DOCUMENTS
+        keys = None if batch.context is None else batch.context.keys
+        # The queries of a context rank that gathers keys are runs within texts, as documents are.
+        kind = _CAUSAL if batch.documents is None and keys is None else _DOCUMENTS
         kind = kind if window is None else _WINDOWED
         shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
         if shares_prefixes and _SHARED in self.backend_by_kind:
             kind = _SHARED
         if kind not in self.backend_by_kind:
             return None
-        backend = self._backend(kind, batch.num_columns)
-        is_maskless = kind != _CAUSAL if batch.context is None else backend.takes_runs and not shares_prefixes
+        backend = self._backend(kind, batch.tokens.shape[1] if keys is None else len(keys.queries))
+        is_maskless = kind != _CAUSAL if keys is None else backend.takes_runs and not shares_prefixes
         return None if backend.form == "cu_seqlens" and not is_maskless else backend.form
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
@@ -198,7 +200,8 @@ def choose_backends(
             # Generation runs uncompiled. FlexAttention would then hold all attention scores in memory.
             if backend.plans_shapes and (backend not in requested_backends or backend.form == "blocks"):
                 other_lengths[kind] = next((b for b in ranked if not b.plans_shapes and problems[b] is None), backend)
-        backends_by_name[requested] = AttentionBackends(chosen, args.seq_length, other_lengths, passed_over)
+        queries = ContextLayout.from_args(args).num_queries(args.seq_length)
+        backends_by_name[requested] = AttentionBackends(chosen, queries, other_lengths, passed_over)
         text = backends_by_name[requested].table()
         if log is not None and text != requested:
             log(f"{key}: {requested} chose {text}")

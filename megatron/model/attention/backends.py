@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.attention.inputs import AttentionInputs, RunKeys
+from megatron.model.attention.inputs import AttentionInputs, KeyRuns
 from megatron.model.attention.masks import block_mask
 from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen, seeded_attention
 from megatron.model.cache import LayerCache
@@ -202,7 +202,7 @@ class Sdpa(AttentionBackend):
             return seeded_attention(q, k, v, mask, options.seed, p, options.scale, self.kernel.name).transpose(0, 1)
         with sdpa_kernel(self.kernel):
             if inputs.cu_seqlens is not None and inputs.runs is not None:
-                return _run_by_run(sdpa, q, k, v, inputs.cu_seqlens, inputs.runs, inputs.window)
+                return _run_by_run(sdpa, q, k, v, inputs.cu_seqlens, inputs.runs)
             if inputs.cu_seqlens is not None:
                 return _one_by_one(sdpa, q, k, v, inputs.cu_seqlens)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -327,23 +327,22 @@ def rows_in_one(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def keys_in_one(x: Tensor, runs: RunKeys | None) -> Tensor:
+def keys_in_one(x: Tensor, runs: KeyRuns | None) -> Tensor:
     """Returns the keys or values of all rows one after another, as `rows_in_one`; with `runs` those of each
     run."""
     return rows_in_one(x) if runs is None else rows_in_one(x).index_select(0, runs.places)
 
 
 def _run_by_run(
-    sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: RunKeys, window: int
+    sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: KeyRuns
 ) -> Tensor:
     """Computes causal attention of each run of queries over its keys, in blocks of queries.
 
     A block's mask is the only tensor with a size for each query and key.
 
-    cu_seqlens: `[n]` int32, starts of runs in the flattened batch, then its end. window: as in
-        `AttentionInputs`.
+    cu_seqlens: `[n]` int32, starts of runs in the flattened batch, then its end.
     """
-    queries, keys, values = (rows_in_one(q), *(keys_in_one(x, runs) for x in (k, v)))
+    queries, keys, values = rows_in_one(q), keys_in_one(k, runs), keys_in_one(v, runs)
     outs = []
     for start, end, key_start, key_end in zip(
         *(edges[i : len(edges) - 1 + i] for edges in (cu_seqlens.tolist(), runs.starts.tolist()) for i in (0, 1)),
@@ -352,11 +351,9 @@ def _run_by_run(
         offset = key_end - key_start - (end - start)  # keys before the run
         for begin in range(start, end, _QUERIES_AT_ONCE):
             stop = min(begin + _QUERIES_AT_ONCE, end)
-            columns = torch.arange(begin, stop, device=q.device) - start + offset  # among the run's keys
-            lowest, end_key = 0 if window < 0 else max(0, begin - start + offset - window), stop - start + offset
-            distance = columns.unsqueeze(1) - torch.arange(lowest, end_key, device=q.device)
-            mask = (distance >= 0) & (distance <= window) if window >= 0 else distance >= 0
-            parts = (queries[begin:stop], *(x[key_start + lowest : key_start + end_key] for x in (keys, values)))
+            count = stop - start + offset
+            mask = torch.ones(stop - begin, count, dtype=torch.bool, device=q.device).tril(count - (stop - begin))
+            parts = queries[begin:stop], keys[key_start : key_start + count], values[key_start : key_start + count]
             block = (part.transpose(0, 1).unsqueeze(0) for part in parts)
             outs.append(sdpa(*block, attn_mask=mask).squeeze(0).transpose(0, 1))
     return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch, DataError
+from megatron.data.batch import KeysPart
 from megatron.model.attention.masks import (
     block_mask,
     document_ids,
@@ -21,6 +22,7 @@ from megatron.model.attention.masks import (
     tree_attention_mask,
     window_mask,
 )
+from megatron.model.attention.ring import RingBlock
 from megatron.model.positions import Rope, rope_tables
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import ContextRank
@@ -34,7 +36,7 @@ BiasFunction = Callable[[int, Tensor | None, Tensor | None], Tensor | None]
 that is added to attention logits, or None for no bias."""
 
 
-class RunKeys(NamedTuple):
+class KeyRuns(NamedTuple):
     """The keys of each run of queries of a context rank, see `data.batch.QueryRuns`.
 
     places: `[keys]` int64, row * seq + column of the keys, run after run.
@@ -45,6 +47,13 @@ class RunKeys(NamedTuple):
     places: Tensor
     starts: Tensor
     longest: Tensor
+
+
+class HeadsOrder(NamedTuple):
+    """How context ranks exchange heads for columns: `order` and `places` of `data.batch.HeadsPart`."""
+
+    order: Tensor
+    places: Tensor
 
 
 class AttentionInputs(NamedTuple):
@@ -61,9 +70,11 @@ class AttentionInputs(NamedTuple):
     columns: `[batch, seq]`, the columns of these tokens in the cache; None in training and at a text's start.
     written_out, own_places: with cu_seqlens and documents that share prefixes, `SharedPrefixes.places` and
         `own_places`. cu_seqlens and longest then count each document with its prefix repeated.
-    row_order: `ContextRank.order`, by which context ranks put together the keys of full rows; None: no
-        context parallelism. cu_seqlens and longest then describe runs of this rank's queries.
-    runs: with cu_seqlens and context parallelism, the keys of these runs.
+    row_order: `KeysPart.order`, by which context ranks put together the keys of full rows; None: keys are not
+        gathered. cu_seqlens and longest then describe runs of this rank's queries.
+    runs: with cu_seqlens and row_order, the keys of these runs.
+    ring: for keys that go round the context ranks, see `ring.ring_attention`.
+    heads: how context ranks exchange heads for columns; None: they do not.
     """
 
     rope: Rope | None = None
@@ -76,7 +87,9 @@ class AttentionInputs(NamedTuple):
     written_out: Tensor | None = None
     own_places: Tensor | None = None
     row_order: Tensor | None = None
-    runs: RunKeys | None = None
+    runs: KeyRuns | None = None
+    ring: tuple[RingBlock, ...] = ()
+    heads: HeadsOrder | None = None
 
 
 def text_inputs(
@@ -101,11 +114,12 @@ def text_inputs(
     starts, prefixes = (None, None) if documents is None else (documents.cu_seqlens, documents.prefixes)
     if starts is not None and prefixes is not None and form != "cu_seqlens":
         branch_ids, context_ids = prefix_ids(starts, prefixes.cu_seqlens, rows, seq)
-        positions = positions if batch.positions is None else batch.positions
-        return tree_inputs(spec, positions, branch_ids, context_ids, seq, form, bias, context)
+        full = positions if batch.positions is None else batch.positions
+        keys = None if batch.context is None else batch.context.keys
+        return tree_inputs(spec, full, branch_ids, context_ids, seq, form, bias, positions, keys)
     rope = _rope(spec, positions, _text_lengths(spec, starts, rows, seq, lengths, context))
-    if context is not None:
-        return _context_inputs(spec, batch, rope, context, form, bias)
+    if batch.context is not None and batch.context.keys is not None:
+        return _context_inputs(spec, batch, batch.context.keys, rope, form, bias)
     if form == "blocks":
         ids = None if starts is None else document_ids(starts, rows, seq)
         return AttentionInputs(rope, blocks=block_mask(seq, device, window, branch_ids=ids))
@@ -136,29 +150,31 @@ def text_inputs(
 
 
 def _context_inputs(
-    spec: AttentionSpec, batch: Batch, rope: Rope | None, context: ContextRank, form: str | None, bias: BiasFunction
+    spec: AttentionSpec, batch: Batch, keys: KeysPart, rope: Rope | None, form: str | None, bias: BiasFunction
 ) -> AttentionInputs:
-    """Returns the attention inputs for the columns of full texts that a context rank computes. Arguments are
-    as in `text_inputs`."""
-    assert batch.context is not None
-    (rows, seq), device, window = batch.tokens.shape, batch.tokens.device, spec.window
+    """Returns the attention inputs for queries at the columns `keys.queries` of full texts. Other arguments
+    are as in `text_inputs`."""
+    (rows, seq), device, window, runs = batch.tokens.shape, batch.tokens.device, spec.window, keys.runs
+    if keys.blocks and spec.fits_ring:
+        blocks = ((block.query_places, block.runs) for block in keys.blocks)
+        return AttentionInputs(rope, ring=tuple(
+            RingBlock(places, r.key_places, r.cu_seqlens, r.key_starts, (r.max_seqlen, r.max_keys))
+            for places, r in blocks
+        ))  # fmt: skip
     if form == "cu_seqlens":
-        runs = batch.context.runs
         longest, longest_keys = (torch.empty(size, 0, device=device) for size in (runs.max_seqlen, runs.max_keys))
-        keys = RunKeys(runs.key_places, runs.key_starts, longest_keys)
+        run_keys = KeyRuns(runs.key_places, runs.key_starts, longest_keys)
         window = -1 if window is None else window
-        return AttentionInputs(
-            rope, None, runs.cu_seqlens, longest, window, row_order=context.order, runs=keys
-        )  # fmt: skip
+        return AttentionInputs(rope, None, runs.cu_seqlens, longest, window, row_order=keys.order, runs=run_keys)
     ids = None if batch.documents is None else document_ids(batch.documents.cu_seqlens, rows, seq)
     if form == "blocks":
-        blocks = block_mask(seq, device, window, branch_ids=ids, queries=context.columns)
-        return AttentionInputs(rope, blocks=blocks, row_order=context.order)
-    columns = context.columns.unsqueeze(0)
+        mask_blocks = block_mask(seq, device, window, branch_ids=ids, queries=keys.queries)
+        return AttentionInputs(rope, blocks=mask_blocks, row_order=keys.order)
+    columns = keys.queries.unsqueeze(0)
     mask = window_mask(seq, window, device, columns)
     if ids is not None:
-        mask = mask & tree_attention_mask(ids, ids, context.columns)
-    return AttentionInputs(rope, _added(bias(seq, columns, None), mask), row_order=context.order)
+        mask = mask & tree_attention_mask(ids, ids, keys.queries)
+    return AttentionInputs(rope, _added(bias(seq, columns, None), mask), row_order=keys.order)
 
 
 def cached_inputs(
@@ -187,7 +203,8 @@ def tree_inputs(
     length: int | Tensor,
     form: str | None,
     bias: BiasFunction,
-    part: ContextRank | None = None,
+    rope_positions: Tensor | None = None,
+    keys: KeysPart | None = None,
 ) -> AttentionInputs:
     """Returns the attention inputs for rows in which several continuations (branches) share a context.
 
@@ -197,15 +214,16 @@ def tree_inputs(
     length: number of tokens of the texts, for rotary scalings that depend on it: a number or `[batch, 1]`.
     form: the field that the backend reads: blocks; None: a mask.
     bias: computes position biases of the logits.
-    part: the columns that this context rank computes; None: all.
+    rope_positions: of the columns that this context rank computes; None: all.
+    keys: the columns of the queries of this context rank; None: all.
     """
-    columns, order = (None, None) if part is None else (part.columns, part.order)
-    local_positions = positions if columns is None else positions[:, columns]
-    rope, seq, device = _rope(spec, local_positions, length), positions.shape[1], positions.device
+    columns, order = (None, None) if keys is None else (keys.queries, keys.order)
+    rope = _rope(spec, positions if rope_positions is None else rope_positions, length)
+    seq, device, queries = positions.shape[1], positions.device, positions if columns is None else positions[:, columns]
     if form == "blocks":
         blocks = block_mask(seq, device, spec.window, positions, branch_ids, context_ids, columns)
         return AttentionInputs(rope, blocks=blocks, row_order=order)
-    distance = (positions.unsqueeze(1) - local_positions.unsqueeze(2)).unsqueeze(1)
+    distance = (positions.unsqueeze(1) - queries.unsqueeze(2)).unsqueeze(1)
     mask = tree_attention_mask(branch_ids, context_ids, columns)
     if spec.window is not None:
         mask = mask & (distance >= -spec.window)

@@ -8,11 +8,13 @@ To add another kind of mixer, write a class with the members of `block.SubLayer`
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model.attention.backend_choice import AttentionBackends
 from megatron.model.attention.backends import AttentionOptions
 from megatron.model.attention.inputs import AttentionInputs
+from megatron.model.attention.ring import ring_attention
 from megatron.model.build_specs import attention_spec
 from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
@@ -25,6 +27,8 @@ from megatron.mpu import (
     ParamSpec,
     adapters_of,
     allocate,
+    exchange_columns,
+    exchange_heads,
     gather_from_sharers,
     gather_keys,
     share_out,
@@ -37,7 +41,8 @@ class SelfAttention(nn.Module):
     hidden]`.
 
     If there are more tensor ranks than key-value heads, each rank computes a slice of one key-value head and
-    gathers the full head from the ranks that share it. Context ranks gather the keys and values of full rows.
+    gathers the full head from the ranks that share it. Context ranks exchange heads for columns, gather keys
+    and values, or hand them round.
 
     Parameters:
     query_key_value: the fused projection. Rows are [q|k|v] per head for multi-head, [Q|K|V] per rank for
@@ -65,7 +70,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         size = groups.size("tensor")
         self.heads, self.head_dim, self.group = spec.heads // size, spec.head_dim, groups.group("tensor")
-        self.context_group = groups.group("context")
+        self.heads_group, self.keys_group = groups.group("context_heads"), groups.group("context_keys")
+        self.exchangers = groups.size("context_heads")
+        start, number = groups.rank("context_heads"), self.heads // self.exchangers
+        self.own_heads = slice(start * number, (start + 1) * number)  # after the exchange of heads
         self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
         self.alternating = spec.kv_heads == spec.heads
         self.scale, self.softcap, self.clip, self.dropout_p = spec.scale, spec.softcap, spec.clip, spec.dropout
@@ -158,8 +166,41 @@ class SelfAttention(nn.Module):
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
             q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)
-        if inputs.row_order is not None and self.context_group is not None:
-            k, v = gather_keys(torch.stack([k, v], 1), self.context_group, inputs.row_order).unbind(1)
+        if inputs.heads is None or self.heads_group is None:
+            return self._attend(q, k, v, self.sinks, inputs, seed, cache).flatten(2)
+        q, k, v = self._with_columns_of_all(q, k, v, inputs.heads.order, self.heads_group)
+        sinks = None if self.sinks is None else self.sinks[self.own_heads]
+        out = self._attend(q, k, v, sinks, inputs, seed, cache)
+        return exchange_columns(out, self.heads_group, inputs.heads.places).flatten(2)
+
+    def _with_columns_of_all(
+        self, q: Tensor, k: Tensor, v: Tensor, order: Tensor, group: dist.ProcessGroup
+    ) -> Sequence[Tensor]:
+        """Exchanges heads for columns with the context ranks of a group.
+
+        Returns queries, keys and values of this rank's share of the heads, at the columns of all ranks.
+
+        If there are more ranks than key-value heads, several ranks get the same one.
+        """
+        k, v = (x.repeat_interleave(max(1, self.exchangers // x.shape[2]), dim=2) for x in (k, v))
+        parts = [x.unflatten(2, (self.exchangers, -1)).movedim(2, 0) for x in (q, k, v)]
+        heads = [part.shape[3] for part in parts]
+        return exchange_heads(torch.cat(parts, 3), group, order).split(heads, dim=2)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        inputs: AttentionInputs,
+        seed: Tensor | None,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        if inputs.ring and self.keys_group is not None:
+            return ring_attention(q, k, v, inputs.ring, self.keys_group, self.scale)
+        if inputs.row_order is not None and self.keys_group is not None:
+            k, v = gather_keys(torch.stack([k, v], 1), self.keys_group, inputs.row_order).unbind(1)
         p = self.dropout_p if self.training and seed is not None else 0.0
-        options = AttentionOptions(cache, p, seed, self.scale, self.softcap, self.sinks)
-        return self.backends.attend(q, k, v, inputs, options).flatten(2)
+        options = AttentionOptions(cache, p, seed, self.scale, self.softcap, sinks)
+        return self.backends.attend(q, k, v, inputs, options)

@@ -125,6 +125,16 @@ def _prefix_sums(x: Tensor) -> Tensor:
     return (triangle @ x.flatten(1)).view_as(x)
 
 
+def prefix_sums(x: Tensor) -> Tensor:
+    """Does what `_prefix_sums` does, for any number of rows, with matrices of 128 x 128."""
+    if len(x) <= 128:
+        return _prefix_sums(x)
+    blocks = _chunks(x, -len(x) % 128, 128)
+    sums = _prefix_sums(blocks.transpose(0, 1)).transpose(0, 1)
+    totals = sums[:, -1]
+    return (sums + (prefix_sums(totals) - totals).unsqueeze(1)).flatten(0, 1)[: len(x)]
+
+
 def _chunks(x: Tensor, missing: int, chunk: int, edge: bool = False) -> Tensor:
     """Reshapes `[seq, ..]` to `[chunks, chunk, ..]`, after padding the end with `missing` rows.
 

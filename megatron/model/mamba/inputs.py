@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model.attention.masks import document_ids
+from megatron.model.mamba.context import RowChunks, row_chunks
 
 
 class StateInputs(NamedTuple):
@@ -17,12 +18,25 @@ class StateInputs(NamedTuple):
     filled: `[seq, batch]` boolean, False for padding in rows that fill a cache; None: no padding.
     continues: True: rows continue the states in the cache; False: they start without a state.
     cu_seqlens: `[n]` int32, starts of documents in the flattened batch, then its end.
+    chunks: the chunks of rows that context ranks share; None: each rank has full rows. documents and
+        cu_seqlens are then those of this rank's tokens, and other ones in each chunk.
     """
 
     documents: Tensor | None = None
     filled: Tensor | None = None
     continues: bool = False
     cu_seqlens: Tensor | None = None
+    chunks: RowChunks | None = None
+
+
+def shared_row_inputs(batch: Batch, ranks: int, rank: int, tail: int) -> StateInputs:
+    """Returns the inputs of Mamba 2 blocks for the columns that a context rank computes.
+
+    tail: number of tokens before a chunk that convolutions need. Raises DataError if rows are too short.
+    """
+    assert batch.context is not None
+    chunks = row_chunks(batch, ranks, rank, tail)
+    return StateInputs(chunks.scanned_documents, cu_seqlens=batch.context.starts, chunks=chunks)
 
 
 def state_inputs(batch: Batch, last_tokens: Tensor | None, cached: bool) -> StateInputs:

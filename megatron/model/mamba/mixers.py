@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.model.build_specs import lora_spec, norm_spec
 from megatron.model.cache import StateCache, StateShapes
 from megatron.model.mamba.chunk_scan import chunk_scan
+from megatron.model.mamba.context import from_earlier_chunks, with_tails, without_tails
 from megatron.model.mamba.convolution import causal_convolution, last_inputs
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.mamba.packages import ScanKernels
@@ -267,6 +269,7 @@ class Mamba2(nn.Module):
         size = groups.size("tensor")
         self.mixer_spec, self.kernels = spec, backends
         inner, self.head_dim, self.group = spec.inner // size, spec.head_dim, groups.group("tensor")
+        self.context_group = groups.group("context")
         self.groups, self.sharers = share_out(spec.groups, size)
         shared = spec.groups * spec.state // size
         self.projected, self.convolved = (inner, inner + 2 * shared, spec.heads // size), (inner, shared, shared)
@@ -347,15 +350,16 @@ class Mamba2(nn.Module):
         adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
         """
         z, xbc, dt = self.in_proj(x, adapter_seed).split(self.projected, dim=-1)
-        x, b, c = self.conv1d(xbc, inputs, cache).split(self.convolved, dim=-1)
+        x, b, c = self._convolved(xbc, inputs, cache).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.head_dim))
         if self.sharers > 1:
             b, c = gather_from_sharers(torch.stack([b, c]), self.group, self.sharers).unbind(0)
         b, c = (tensor.unflatten(2, (self.groups, -1)) for tensor in (b, c))
         a, dtype = -torch.exp(self.A_log.float()), torch.float32 if self.state_fp32 else x.dtype
         if self.kernels.chunked is not None and cache is None:
-            y = self.kernels.chunked(x, dt, self.dt_bias, a, b, c, self.D, self.mixer_spec, inputs)
-            return self.norm(y.flatten(2).float(), z).to(z.dtype)
+            y = self.kernels.chunked(x, dt, self.dt_bias, a, b, c, self.D, self.mixer_spec, inputs).float()
+            steps = _steps(dt.float() + self.dt_bias.float(), inputs, self.limit)
+            return self.norm((y + self._from_earlier(x, steps, a, b, c, inputs)).flatten(2), z).to(z.dtype)
         dt = _steps(dt.float() + self.dt_bias.float(), inputs, self.limit)
         scan = partial(
             chunk_scan, chunk=self.chunk, documents=inputs.documents, initial=_initial(cache, inputs, dtype),
@@ -364,8 +368,24 @@ class Mamba2(nn.Module):
         y, last = _recomputed(scan, x, dt, a, b, c)
         if cache is not None:
             cache.put_state(last)
-        y = y.float() + x.float() * self.D.float().unsqueeze(1)
+        y = y.float() + x.float() * self.D.float().unsqueeze(1) + self._from_earlier(x, dt, a, b, c, inputs)
         return self.norm(y.flatten(2), z).to(z.dtype)
+
+    def _convolved(self, xbc: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
+        if inputs.chunks is None or self.context_group is None:
+            return self.conv1d(xbc, inputs, cache)
+        width = self.conv1d.weight.shape[-1] - 1
+        longer, documents = with_tails(xbc, width, inputs.chunks, self.context_group)
+        return without_tails(self.conv1d(longer, StateInputs(documents), None), width)
+
+    def _from_earlier(
+        self, x: Tensor, steps: Tensor, a: Tensor, b: Tensor, c: Tensor, inputs: StateInputs
+    ) -> Tensor | float:
+        """Returns what the states before this context rank's chunks add to the outputs; 0.0 if it has full
+        rows."""
+        if inputs.chunks is None or self.context_group is None:
+            return 0.0
+        return from_earlier_chunks(x, steps, a, b, c, inputs.chunks, self.context_group, _recomputed)
 
 
 class GatedNorm(nn.Module):
@@ -408,7 +428,7 @@ def _initial(cache: StateCache | None, inputs: StateInputs, dtype: torch.dtype) 
     return cache.state().to(dtype) if cache is not None and inputs.continues else None
 
 
-def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
     """Returns `scan(*inputs)` without saving its intermediate values; the backward pass computes them again.
 
     They hold a number for each pair of tokens in a chunk, which is more memory than everything else in a

@@ -98,8 +98,18 @@ class ParallelKeys:
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
     context_parallel_size: int = new_key(
         1,
-        "Ranks that share each row of tokens: each computes a part of it, for rows too long for one GPU. They gather "
-        "keys and values of attention from each other (engine native)",
+        "Ranks that share each row of tokens, for rows too long for one GPU: each computes a part (engine native)",
+        ge=1,
+    )
+    context_parallel_type: Literal["auto", "allgather", "ring", "ulysses"] = new_key(
+        "auto",
+        "How context ranks attend to each other's tokens: by keys and values, gathered (allgather) or handed round "
+        "(ring), or by heads (ulysses). auto: ulysses on one machine if heads allow it, else allgather",
+    )
+    context_parallel_ulysses_size: int = new_key(
+        1,
+        "With allgather and ring, neighbouring context ranks that exchange heads as in ulysses; the others gather keys "
+        "or hand them round. For ranks of several machines",
         ge=1,
     )
     async_tensor_parallel: Literal["auto"] | bool = new_key(

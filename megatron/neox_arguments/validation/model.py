@@ -238,11 +238,36 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("pipe_partition_method", f'expected uniform, parameters, flops or type:REGEX, got "{method}"')
 
 
+def head_exchange_problem(args: ResolvedArgs, ranks: int) -> str | None:
+    """Returns why so many context ranks cannot exchange the heads of every block evenly; None if they can."""
+    heads = args.num_attention_heads // args.tp
+    for kv_heads in sorted(set(as_tuple(args.kv_heads))):
+        kv_heads = max(1, kv_heads // args.tp)
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            return (
+                f"{heads} heads of queries and {kv_heads} of keys on each tensor-parallel rank cannot be shared out to "
+                f"{ranks} ranks"
+            )
+    return None
+
+
 def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Adds a problem for each part of the model that needs all tokens of a row on one rank."""
-    place = f"context_parallel_size {args.cite('context_parallel_size')}"
-    if args.mamba_blocks:
-        problems.add("attention_config", f"mamba blocks hand states along the row, which {place} divides; set it to 1")
+    place, size = f"context_parallel_size {args.cite('context_parallel_size')}", args.context_parallel_ulysses_size
+    key = "context_parallel_ulysses_size" if size > 1 else "context_parallel_type"
+    if size > 1 and args.context_parallel_type in ("auto", "ulysses"):
+        kind = f"context_parallel_type {args.cite('context_parallel_type')}"
+        problems.add(key, f"is for types allgather and ring, not {kind}; write one of these, or remove it")
+    elif args.context_parallel_size % size:
+        problems.add(key, f"{size} does not divide {place}; set a divisor")
+    elif args.attends and (problem := head_exchange_problem(args, args.ulysses_size)) is not None:
+        problems.add(key, f"{problem}; " + ("set another" if size > 1 else "write allgather or ring"))
+    chunk, tail = -(-args.seq_length // (2 * args.context_parallel_size)), args.mamba_conv_kernel - 1
+    if "mamba2" in args.attention_config and chunk < tail:
+        problem = f"{args.seq_length} gives {place} chunks of {chunk} tokens, but mamba2's convolution needs {tail}"
+        problems.add("seq_length", f"{problem}; use longer rows, or a lower context_parallel_size")
+    if "mamba" in args.attention_config:
+        problems.add("attention_config", f"mamba blocks need full rows, which {place} divides; set it to 1, or mamba2")
     if args.moe_num_experts > 1 and args.moe_router_type == "sinkhorn":
         problems.add("moe_router_type", f"sinkhorn balances all tokens of a row, which {place} divides; set topk")
     if args.moe_num_experts > 1 and args.moe_expert_capacity_factor is not None:

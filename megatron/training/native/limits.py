@@ -102,7 +102,8 @@ def layout_problems(args: NeoXArgs) -> Iterator[str]:
     if neighbours > 1 and args.expert_parallel_size > 1:
         yield f"{args.origin(key)}: {key} {neighbours} cannot be used with expert_parallel_size; remove one of them"
     elif data % neighbours:
-        yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} data-parallel ranks; set a divisor"
+        kinds = "data-parallel" if args.context_parallel_size == 1 else "data- and context-parallel"
+        yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} {kinds} ranks; set a divisor"
 
 
 def idle_keys(args: ModelArgs) -> list[str]:
