@@ -206,7 +206,7 @@ def count_fake_step(options: argparse.Namespace, step_argv: list[str]) -> dict[s
         )
         with FakeTensorMode():
             engine = build_engine(args, groups, engine=NativeEngine)
-            batch = make_batch(args, case, None)
+            batch = make_batch(args, groups, case, None)
             engine.train_step([batch], args.lr)  # makes the optimizer's state
             with dispatched:
                 engine.train_step([batch], args.lr)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import megatron.mpu
 from megatron.data.batch import Batch, collate
 from megatron.data.preferences.responses import Responses, share_prefixes
-from megatron.model import HiddenStates, InferenceContext, Stage, forward_only
+from megatron.model import HiddenStates, InferenceContext, Stage, forward_only, with_context
 from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
@@ -49,6 +49,7 @@ def run(case: Case) -> dict[str, Any]:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
+            sizes |= {"context": args.context_parallel_size, "ulysses": args.ulysses_size}
             groups = megatron.mpu.build_groups(
                 **sizes, device=DEVICE, expert=args.expert_parallel_size, is_v_pipeline=args.is_v_pipeline
             )
@@ -69,7 +70,7 @@ def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, repo
 
     kept, peak: bytes before it, and at most within it; parts: bytes that the engine says it keeps.
     """
-    batches = [make_batch(args, Case(), None)] * args.gradient_accumulation_steps
+    batches = [make_batch(args, groups, Case(), None)] * args.gradient_accumulation_steps
     with observer:
         engine = build_engine(args, groups, engine=NativeEngine)
         report["construction"] = observer.peak
@@ -95,7 +96,7 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         report["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
         report["construction"] = observer.peak
     steps = range(max(1, len(case.documents)))
-    batches = [make_batch(args, case, *(rows[i] if rows else None for rows in (case.documents, case.prefixes)))
+    batches = [make_batch(args, groups, case, *(rows[i] if rows else None for rows in (case.documents, case.prefixes)))
                for i in steps]  # fmt: skip
     if args.compile:
         engine.forward_and_backward(batches[0])
@@ -172,6 +173,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
 def shared_out_evenly(args: NeoXArgs) -> Any:
     """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
     rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
+    rows //= args.context_parallel_size
     rows_per_rank = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
     return mock.patch(
         "megatron.model.moe.dispatch.read_sizes",
@@ -259,7 +261,11 @@ class ModelStep(Engine):
 
 
 def make_batch(
-    args: NeoXArgs, case: Case, documents: list[list[int]] | None, prefixes: list[int] | None = None
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    case: Case,
+    documents: list[list[int]] | None,
+    prefixes: list[int] | None = None,
 ) -> Batch:
     """A micro-batch as collation makes it, its tensors then fake ones on the device."""
     rows, seq = args.train_micro_batch_size_per_gpu, args.seq_length
@@ -274,6 +280,7 @@ def make_batch(
             for row, starts in enumerate(documents or []):
                 begins[row, starts] = 1
             batch = share_prefixes(batch, begins.flatten().cumsum(0).view_as(begins) - 1, np.array(prefixes))
+        batch = with_context(batch, args, groups)
     if case.pairs:
         labels = torch.empty(rows if prefixes is None else len(prefixes))
         responses = torch.empty(batch.tokens.shape, dtype=torch.int64)

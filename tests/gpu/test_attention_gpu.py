@@ -10,8 +10,13 @@ import torch._dynamo.utils
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, tree_inputs, window_mask
+from megatron.data import Batch
+from megatron.data.batch import Documents
+from megatron.data.context_parts import ContextLayout, part_of
+from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, ring, tree_inputs, window_mask
+from megatron.model.attention.inputs import KeyRuns
 from megatron.model.attention.masks import block_mask
+from megatron.model.attention.ring import RingBlock
 from megatron.model.build_specs import attention_spec
 from megatron.mpu import DTYPES, token_logprobs
 from megatron.neox_arguments import ConfigError
@@ -185,3 +190,81 @@ def test_dropout_is_a_function_of_its_seed(precision: str, device: torch.device)
         reseeded, eval_logits = stage(None, batch), stage.eval()(None, batch)
     assert torch.equal(logits, repeated) and torch.equal(logits, reseeded)
     assert not torch.equal(logits, eval_logits)
+CONTEXT_SEQ = 300  # no whole number of chunks
+
+
+def packed_rows() -> tuple[Batch, Tensor]:
+    """Two rows of documents, and which keys each query sees, boolean `[2, 1, seq, seq]`."""
+    starts = torch.tensor([0, 17, 160, CONTEXT_SEQ, CONTEXT_SEQ + 299, 2 * CONTEXT_SEQ], dtype=torch.int32)
+    tokens = torch.zeros(2, CONTEXT_SEQ, dtype=torch.int64)
+    documents = Documents(starts, CONTEXT_SEQ - 1)
+    return Batch(tokens, tokens, tokens, documents=documents), document_mask(starts, 2, CONTEXT_SEQ)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_queries_of_a_context_rank_equal_those_of_full_rows(
+    ranks: int, window: int | None, device: torch.device
+) -> None:
+    """Kernels with fewer queries than keys; gradients of keys are summed over ranks."""
+    leaves, (batch, mask) = qkv(device, 4, 2, CONTEXT_SEQ), packed_rows()
+    run = {"num_kv_heads": 2, "sliding_window_width": window}
+    full_mask = mask if window is None else mask & window_mask(CONTEXT_SEQ, window, torch.device("cpu"))
+    expected = outcome("math", AttentionInputs(mask=full_mask.to(device)), leaves, torch.float32, **run)
+    backend = chosen(small(**{**WIDE, **run, "precision": "bfloat16"}), device.type)
+    outs, orders = [], []
+    for rank in range(ranks):
+        part = part_of(batch, ContextLayout(ranks), rank).to(device).context
+        assert part is not None and part.keys is not None
+        columns, runs = part.keys.queries, part.keys.runs
+        longest, longest_keys = (torch.empty(size, 0) for size in (runs.max_seqlen, runs.max_keys))
+        inputs = AttentionInputs(
+            cu_seqlens=runs.cu_seqlens, longest=longest, window=-1 if window is None else window,
+            runs=KeyRuns(runs.key_places, runs.key_starts, longest_keys),
+        )  # fmt: skip
+        if window is not None and device.type == "cpu":
+            inputs = AttentionInputs(mask=full_mask[:, :, columns])
+        q, k, v = (leaf.bfloat16() for leaf in leaves)
+        outs.append(backend.attend(q[columns], k, v, inputs, AttentionOptions()))
+        orders.append(part.order)
+    out = torch.cat(outs)[orders[0]].float()
+    assert_near([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)], expected)
+
+
+def test_blocks_of_a_ring_equal_full_rows(device: torch.device) -> None:
+    """The results of blocks of keys, merged, and their gradients, beside the plain formula in fp32."""
+    ranks, (batch, mask) = 2, packed_rows()
+    leaves = qkv(device, 4, 2, CONTEXT_SEQ)
+    expected = outcome("math", AttentionInputs(mask=mask.to(device)), leaves, torch.float32, num_kv_heads=2)
+    q, k, v = (leaf.detach().bfloat16().transpose(0, 1) for leaf in leaves)
+    results = [torch.zeros_like(leaf) for leaf in (leaves[0], *leaves)]
+    layout = ContextLayout(ranks, is_ring=True)
+    parts = [part_of(batch, layout, rank).to(device).context for rank in range(ranks)]
+    columns = [part.columns for part in parts if part is not None]
+    for rank, part in enumerate(parts):
+        assert part is not None and part.keys is not None
+        queries, blocks = q[:, part.columns].flatten(0, 1), []
+        out = torch.zeros(queries.shape, device=device)
+        sums = torch.full(out.shape[:2], float("-inf"), device=device)
+        for step, block in enumerate(part.keys.blocks):
+            held = columns[(rank - step) % ranks]
+            runs, keys = block.runs, torch.stack([x[:, held].flatten(0, 1) for x in (k, v)])
+            ring_block = RingBlock(
+                block.query_places, runs.key_places, runs.cu_seqlens, runs.key_starts, (runs.max_seqlen, runs.max_keys)
+            )
+            blocks.append((held, ring._runs_of(queries, keys, ring_block, step == 0, 64**-0.5)))
+            ring._merge(out, sums, block.query_places, *ring._attend(blocks[-1][1]))
+        grad = 2 * out.bfloat16()  # of the sum of squares
+        for held, block_runs in blocks:
+            places = block_runs.block.query_places
+            values = [x.index_select(0, places) for x in (grad, out.bfloat16(), sums)]
+            for i, (gradient, sources, targets) in enumerate(zip(
+                ring._attend_backward(block_runs, *values), (places, *(block_runs.block.key_places,) * 2),
+                (part.columns, held, held), strict=True,
+            )):  # fmt: skip
+                total = torch.zeros(2 * len(targets), *gradient.shape[1:], device=device)
+                total.index_add_(0, sources, gradient.float())
+                results[i + 1].index_add_(0, targets, total.unflatten(0, (2, -1)).transpose(0, 1))
+        filled = torch.arange(len(part.columns), device=device) < len(part.columns.unique())
+        results[0][part.columns[filled]] = out.unflatten(0, (2, -1)).transpose(0, 1)[filled]
+    assert_near(results, expected)

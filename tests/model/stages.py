@@ -78,10 +78,11 @@ def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> 
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
-    data, cpu = world_size // (args.pp * args.tp), torch.device("cpu")
+    context, cpu = args.context_parallel_size, torch.device("cpu")
+    data = world_size // (args.pp * args.tp * context)
     return build_groups(
-        pipe=args.pp, data=data, tensor=args.tp, device=cpu, expert=args.expert_parallel_size,
-        is_v_pipeline=args.is_v_pipeline,
+        pipe=args.pp, data=data, context=context, tensor=args.tp, device=cpu, expert=args.expert_parallel_size,
+        ulysses=args.ulysses_size, is_v_pipeline=args.is_v_pipeline,
     )  # fmt: skip
 
 

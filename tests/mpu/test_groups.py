@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.distributed import StartError
 from megatron.mpu import ParallelGroups, build_groups
 from megatron.mpu.groups import AXES, FOLDED
-from megatron.mpu.initialize import _check_experts, allow_tf32, connect
+from megatron.mpu.initialize import _check_experts, allow_tf32, connect, settle_context
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import small
 from tests.pool import run_ranks
@@ -54,22 +54,43 @@ def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> N
         assert facts["none"] == [axis for axis, size in zip(AXES, (pipe, data, 1, tensor), strict=True) if size == 1]
 
 
-def expert_groups(rank: int, world_size: int, expert: int, tensor: int) -> dict[str, tuple[int, ...]]:
-    data = world_size // tensor
-    groups = build_groups(pipe=1, data=data, tensor=tensor, device=torch.device("cpu"), expert=expert)
+def folded_groups(
+    rank: int, world_size: int, expert: int, tensor: int, context: int = 1, ulysses: int = 1
+) -> dict[str, tuple[int, ...]]:
+    groups = build_groups(
+        pipe=1, data=world_size // tensor // context, context=context, tensor=tensor, device=torch.device("cpu"),
+        expert=expert, ulysses=ulysses,
+    )  # fmt: skip
     for axis in FOLDED:
         summed = groups.sum(torch.tensor([float(2**rank)]), axis)
         assert int(summed) == sum(2**member for member in groups.members[axis])
         assert groups.members[axis][groups.rank(axis)] == rank and groups.size(axis) == len(groups.members[axis])
-    return {axis: groups.members[axis] for axis in (*FOLDED, "data")}
+    return {axis: groups.members[axis] for axis in (*FOLDED, "data", "context")}
 
 
 def test_experts_are_shared_out_by_neighbours_on_the_data_axis() -> None:
-    members = run_ranks(expert_groups, 8, 2, 2)
-    assert members[0] == {"expert": (0, 2), "expert_data": (0, 4), "data": (0, 2, 4, 6)}
-    assert members[7] == {"expert": (5, 7), "expert_data": (3, 7), "data": (1, 3, 5, 7)}
-    assert run_ranks(expert_groups, 4, 4, 1)[2] == {"expert": (0, 1, 2, 3), "expert_data": (2,), "data": (0, 1, 2, 3)}
-    assert run_ranks(expert_groups, 4, 1, 1)[2] == {"expert": (2,), "expert_data": (0, 1, 2, 3), "data": (0, 1, 2, 3)}
+    def expert_members(rank: int, *sizes: int) -> list[tuple[int, ...]]:
+        members = run_ranks(folded_groups, *sizes)[rank]
+        return [members[axis] for axis in ("expert", "expert_data", "data")]
+
+    assert expert_members(0, 8, 2, 2) == [(0, 2), (0, 4), (0, 2, 4, 6)]
+    assert expert_members(7, 8, 2, 2) == [(5, 7), (3, 7), (1, 3, 5, 7)]
+    assert expert_members(2, 4, 4, 1) == [(0, 1, 2, 3), (2,), (0, 1, 2, 3)]
+    assert expert_members(2, 4, 1, 1) == [(2,), (0, 1, 2, 3), (0, 1, 2, 3)]
+
+
+def test_context_ranks_are_neighbours_and_share_weights_with_data_ranks() -> None:
+    """As in Megatron-LM, tensor ranks come first, then context, then data ranks; experts are spread over
+    both."""
+    members = run_ranks(folded_groups, 8, 4, 1, 4, 2)
+    assert members[5] == {
+        "context": (4, 5, 6, 7), "data": (1, 5), "data_context": tuple(range(8)), "expert": (4, 5, 6, 7),
+        "expert_data": (1, 5), "context_heads": (4, 5), "context_keys": (5, 7),
+    }  # fmt: skip
+    assert run_ranks(folded_groups, 8, 2, 2, 2)[3] == {
+        "context": (1, 3), "data": (3, 7), "data_context": (1, 3, 5, 7), "expert": (1, 3), "expert_data": (3, 7),
+        "context_heads": (3,), "context_keys": (1, 3),
+    }  # fmt: skip
 
 
 def wrong_world(rank: int, world_size: int) -> str:
@@ -158,3 +179,33 @@ def test_experts_are_shared_out_within_a_machine() -> None:
         _check_experts(small(**moe, expert_parallel_size=4), process)
     _check_experts(small(**moe, expert_parallel_size=4, expert_parallel_across_nodes=True), process)
     _check_experts(small(**moe, expert_parallel_size=4), SimpleNamespace(world_size=8, local_world_size=8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("machine", "keys", "choice", "reasons"), [
+    (8, {}, "ulysses", []),
+    (8, {"num_attention_heads": 6, "hidden_size": 48}, "allgather", ["6 heads .* 4 ranks"]),
+    (4, {"model_parallel_size": 2}, "allgather", ["4 x model_parallel_size 2 = 8 .*machine of 4", "several machines"]),
+    (2, {"context_parallel_type": "ring"}, "ring", ["machine of 2"]),
+    (2, {"context_parallel_size": 1}, "auto", []),
+])  # fmt: skip
+def test_the_choice_of_context_parallelism_has_a_line(
+    machine: int, keys: dict[str, Any], choice: str, reasons: list[str]
+) -> None:
+    lines: list[str] = []
+    process: Any = SimpleNamespace(world_size=8, local_world_size=machine)
+    args = small(**{"context_parallel_size": 4, **keys}).for_world(8)
+    assert settle_context(args, process, lines.append).context_parallel_type == choice
+    assert all(any(re.search(reason, line) for line in lines) for reason in reasons)
+    assert any("auto" in line for line in lines) == (choice in ("ulysses", "allgather"))
+
+
+def test_context_ranks_divide_the_world() -> None:
+    moe = {"moe_num_experts": 4, "moe_router_type": "topk", "expert_parallel_size": 4}
+    args = small(context_parallel_size=2, train_micro_batch_size_per_gpu=1, **moe)
+    assert args.for_world(8).data_parallel_size == 4 and args.for_world(8).train_batch_size == 4
+    with pytest.raises(ConfigError, match="context_parallel_size: 3 ranks .*context_parallel_size 2 = 2"):
+        args.for_world(3)
+    with pytest.raises(ConfigError, match="expert_parallel_size: 4 .*2 data- and context-parallel"):
+        args.for_world(2)
+    pairs = small(context_parallel_size=4, context_parallel_type="ring", context_parallel_ulysses_size=2)
+    assert pairs.ulysses_size == 2 and pairs.for_inference(3).ulysses_size == 1

@@ -44,6 +44,7 @@ PUBLISHED = {
     }),
     **model_size(LLAMA3, "all", **{
         "llama3/8B": 8_030_261_248, "llama3/70B": 70_553_706_496, "llama3-1/8B": 8_030_261_248,
+        "llama3-1/8B-128k": 8_030_261_248,
         "llama3-1/70B": 70_553_706_496,
     }),
     **model_size(50280, "all", **{"olmo/1B": 1_176_764_416, "olmo/7B": 6_888_095_744, "olmoe/1B-7B": 6_919_161_856}),
@@ -96,7 +97,7 @@ def test_a_preset_runs_as_it_is(name):
     assert args.compat_ffn_width in (None, "none")
     assert args.save.startswith("checkpoints/")
     for nodes in (1, 8):
-        world = args.for_world(nodes * args.pp * args.tp)
+        world = args.for_world(nodes * args.pp * args.tp * args.context_parallel_size)
         assert world.data_parallel_size == nodes and world.gradient_accumulation_steps >= 1
 
 

@@ -41,6 +41,20 @@ TABLE = """
 - [{pipe_parallel_size: 2, pipeline_layers: [2, 0], pos_emb: rpe}, {pos_emb: learned}, pipeline_layers, 2 0 pos_emb rpe]
 - [{sequence_parallel: true, model_parallel_size: 2, seq_length: 31}, {model_parallel_size: null}, sequence_parallel,
    model_parallel_size 2 seq_length 31]
+- [{context_parallel_size: 2, context_parallel_ulysses_size: 2}, {context_parallel_type: ring},
+   context_parallel_ulysses_size, allgather ring auto]
+- [{context_parallel_size: 4, context_parallel_type: ring, context_parallel_ulysses_size: 3},
+   {context_parallel_ulysses_size: 2}, context_parallel_ulysses_size, 3 context_parallel_size 4]
+- [{context_parallel_size: 8, context_parallel_type: ulysses}, {context_parallel_type: auto}, context_parallel_type,
+   4 heads 8 ranks allgather]
+- [{context_parallel_size: 2, <<: *mamba}, {attention_config: [[[mamba2], all]], mamba_num_groups: 2}, attention_config,
+   mamba2 context_parallel_size 2]
+- [{context_parallel_size: 8, attention_config: [[[mamba2], all]], mamba_num_groups: 2, pos_emb: none},
+   {context_parallel_size: 4}, seq_length, 32 context_parallel_size 8 3]
+- [{context_parallel_size: 2, moe_num_experts: 4, moe_router_type: sinkhorn}, {moe_router_type: topk}, moe_router_type,
+   sinkhorn context_parallel_size 2 topk]
+- [{context_parallel_size: 2, moe_num_experts: 4, moe_router_type: topk, moe_expert_capacity_factor: 1.0},
+   {moe_expert_capacity_factor: null}, moe_expert_capacity_factor, context_parallel_size 2]
 - [{pipe_partition_method: best}, {pipe_partition_method: uniform}, pipe_partition_method,
    best uniform parameters type:REGEX]
 - [{optimizer: *adam, min_lr: 0.2}, {min_lr: 0.1}, min_lr, 0.2 optimizer.params.lr 0.1]

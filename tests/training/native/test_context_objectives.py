@@ -15,17 +15,19 @@ from tests.methods.reinforcement.toy import assert_same_steps, for_pairs, steps_
 from tests.methods.reward.test_runs import reward_data, values_of
 from tests.methods.unlearning.test_runs import DIFFERENCE, NPO_BY_DOCUMENT
 from tests.pool import run_ranks
-from tests.training.native.test_context_parallel import CP2, CP4, PP2
-from tests.training.runs import ADAMW, LLAMA, Curve, assert_alike, cells, config, curves_of, run_to_end
+from tests.training.native.test_context_parallel import CP2, CP4, GATHER, PP2, RING, ULYSSES
+from tests.training.runs import ADAMW, LLAMA, SP2, Curve, assert_alike, cells, config, curves_of, run_to_end
 
 # What these tests depend on and no import names (tests/import_graph.py).
 DEPENDS_ON = ("megatron.methods",)
 STEPS = 5
 PADDED, PACKED, FLY = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}, {"dpo_reference": "on_the_fly"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "cp2": (2, CP2), "cp4": (4, CP4), "cp2 pp2": (4, CP2 | PP2),
-    "cp2 tp2": (4, CP2 | {"model_parallel_size": 2, "sequence_parallel": True}),
+    "gather 2": (2, CP2 | GATHER), "ring 2": (2, CP2 | RING), "ulysses 2": (2, CP2 | ULYSSES),
+    "gather 4": (4, CP4 | GATHER), "gather 2 pp2": (4, CP2 | GATHER | PP2), "ring 2 tp2 sp": (4, CP2 | RING | SP2),
+    "ulysses 2 pp2": (4, CP2 | ULYSSES | PP2),
 }  # fmt: skip
+OTHER_LAYOUTS = [name for name in LAYOUTS if name not in ("gather 2", "ulysses 2 pp2")]
 
 
 def objectives(folder: Path) -> dict[str, dict[str, Any]]:
@@ -59,7 +61,7 @@ def one_process(runs: dict[str, dict[str, Any]]) -> dict[str, Curve]:
     return curves_of(runs, STEPS)
 
 
-@pytest.mark.parametrize("layout", cells(["cp2"], product=["cp4", "cp2 pp2", "cp2 tp2"]))
+@pytest.mark.parametrize("layout", cells(["gather 2"], ["ulysses 2 pp2"], OTHER_LAYOUTS))
 def test_objectives_equal_one_process(
     layout: str, runs: dict[str, dict[str, Any]], one_process: dict[str, Curve]
 ) -> None:
@@ -69,7 +71,7 @@ def test_objectives_equal_one_process(
     assert curves["dpo"].losses[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize("layout", cells([], ["cp2"], ["cp2 pp2"]))
+@pytest.mark.parametrize("layout", cells([], ["gather 2"], ["ulysses 2 pp2", "ring 2"]))
 @pytest.mark.parametrize("kind", ["group-relative", "exact", "pairs"])
 def test_steps_on_own_answers_equal_one_process(kind: str, layout: str, tmp_path: Path) -> None:
     task, (ranks, keys) = write_task(tmp_path), LAYOUTS[layout]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.data.context_parts import context_columns
+from megatron.data.context_parts import ContextLayout
 from megatron.mpu import fork_seed
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
@@ -37,20 +37,34 @@ from tests.training.test_experts import MOE
 
 STEPS = 4
 CP2, CP4, PP2 = {"context_parallel_size": 2}, {"context_parallel_size": 4}, {"pipe_parallel_size": 2}
+GATHER, RING, ULYSSES = ({"context_parallel_type": name} for name in ("allgather", "ring", "ulysses"))
+PAIRS = {"context_parallel_ulysses_size": 2}
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
-RECOMPUTE = {"checkpoint_activations": True}
+RECOMPUTE, EP2 = {"checkpoint_activations": True}, {"expert_parallel_size": 2}
+TP2 = {"model_parallel_size": 2}
+TYPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gather 2": (2, CP2 | GATHER), "ring 2": (2, CP2 | RING), "ulysses 2": (2, CP2 | ULYSSES),
+    "gather 4": (4, CP4 | GATHER), "ring 4": (4, CP4 | RING), "ulysses 4": (4, CP4 | ULYSSES),
+    "gather of pairs": (4, CP4 | GATHER | PAIRS), "ring of pairs": (4, CP4 | RING | PAIRS),
+}  # fmt: skip
+# Number of ranks times that of context ranks, and keys.
+COMBINED: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, TP2), "tp2 sp": (2, SP2), "pp2": (2, PP2), "zbv": (2, PP2 | {"pipeline_schedule": "zbv"}),
+    "interleaved": (2, PP2 | {"pipeline_schedule": "interleaved"}),
+    **{f"zero{stage}": (1, zero(stage)) for stage in (1, 2, 3)},
+    "dp2": (2, {}), **{f"dp2 zero{stage}": (2, zero(stage)) for stage in (1, 2, 3)},
+    "recompute": (1, RECOMPUTE), "selective": (1, RECOMPUTE | {"recompute_granularity": "selective"}),
+    "offload": (1, zero(2, offload_optimizer={"device": "cpu"})), "ep2": (1, EP2), "dp2 ep2": (2, EP2),
+    "dp2 ep4 zero3": (2, zero(3) | {"expert_parallel_size": 4}),
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "cp2": (2, CP2), "cp4": (4, CP4), "cp2 tp2": (4, CP2 | {"model_parallel_size": 2}), "cp2 tp2 sp": (4, CP2 | SP2),
-    "cp2 pp2": (4, CP2 | PP2), "cp2 zbv": (4, CP2 | PP2 | {"pipeline_schedule": "zbv"}),
-    "cp2 interleaved": (4, CP2 | PP2 | {"pipeline_schedule": "interleaved"}),
-    **{f"cp2 zero{stage}": (2, CP2 | zero(stage)) for stage in (1, 2, 3)},
-    **{f"cp2 dp2 zero{stage}": (4, CP2 | zero(stage)) for stage in range(4)},
-    "cp2 recompute": (2, CP2 | RECOMPUTE),
-    "cp2 selective": (2, CP2 | RECOMPUTE | {"recompute_granularity": "selective"}),
-    "cp2 ep2": (2, CP2 | {"expert_parallel_size": 2}), "cp2 dp2 ep2": (4, CP2 | {"expert_parallel_size": 2}),
-    "cp2 dp2 ep4 zero3": (4, CP2 | zero(3) | {"expert_parallel_size": 4}),
-    "cp2 offload": (2, CP2 | zero(2, offload_optimizer={"device": "cpu"})),
-    "cp2 tp2 pp2 sp": (8, CP2 | PP2 | SP2),
+    **TYPES,
+    **{
+        f"{kind} {name}": (2 * ranks, TYPES[kind][1] | keys)
+        for kind in ("gather 2", "ring 2", "ulysses 2")
+        for name, (ranks, keys) in COMBINED.items()
+    },
+    "ring of pairs tp2 sp": (8, CP4 | RING | PAIRS | SP2), "auto tp2 pp2 sp": (8, CP2 | PP2 | SP2),
 }  # fmt: skip
 WINDOW = {**LLAMA, **SGD, "sliding_window_width": 5}
 MODELS: dict[str, dict[str, Any]] = {
@@ -66,25 +80,27 @@ MODELS: dict[str, dict[str, Any]] = {
                  "moe_router_bias_update_rate": 0.01},
     "step": {**MOE, **ADAMW, "moe_aux_loss_scope": "step", **DOCUMENTS},
     "adapters": {**LLAMA, **ADAMW, "lora": {"r": 4, "alpha": 8, "dora": True}},
+    "hybrid": {**LLAMA, **ADAMW, **DOCUMENTS, "attention_config": ["mamba2", "global", "mamba2", "global"],
+               "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 8,
+               "mamba_chunk_size": 4},
     "muon": {**LLAMA, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}, "gradient_clipping": 0.5},
 }  # fmt: skip
 DEFAULT_CELLS = [
-    ("cp2", "packed"), ("cp4", "odd"), ("cp2 tp2 sp", "llama"), ("cp2 pp2", "neox tied"), ("cp2 dp2 zero3", "rpe"),
-    ("cp2 dp2 ep2", "sequence"), ("cp2", "wide window, packed"), ("cp4", "tiny"),
+    ("gather 2", "packed"), ("ring 4", "odd"), ("ulysses 2", "rpe"), ("ring of pairs", "packed"),
+    ("gather 2 pp2", "neox tied"), ("ring 2 dp2 ep2", "sequence"), ("gather 2 dp2 zero3", "wide window, packed"),
+    ("gather 4", "hybrid"),
 ]  # fmt: skip
-MORE_CELLS = [
-    ("cp2 zero1", "llama"), ("cp2 dp2 zero2", "packed"), ("cp2 zbv", "wide window, packed"), ("cp2", "caps and sinks"),
-    ("cp2 tp2", "one head of keys"), ("cp2 ep2", "step"),
-]  # fmt: skip
+MORE_CELLS = [("ulysses 2 tp2 sp", "llama"), ("ring 2 zbv", "llama"), ("ulysses 4", "one head of keys")]
 EXPERT_MODELS = ("topk", "sequence", "step")
-PRODUCT = [(layout, "llama") for layout in LAYOUTS if "ep" not in layout]
-PRODUCT += [(layout, model) for layout in ("cp2", "cp4") for model in MODELS]
-PRODUCT += [(layout, model) for layout in LAYOUTS if "ep" in layout for model in EXPERT_MODELS]
+PRODUCT = [(layout, "packed") for layout in LAYOUTS if " ep" not in layout]
+PRODUCT += [(layout, model) for layout in TYPES for model in MODELS]
+PRODUCT += [(layout, model) for layout in LAYOUTS if " ep" in layout for model in EXPERT_MODELS]
 PRODUCT += [
-    ("cp2 tp2 sp", "odd"), ("cp2 pp2", "packed"), ("cp2 interleaved", "odd"), ("cp2 dp2 zero1", "rpe"),
-    ("cp2 recompute", "narrow window"), ("cp2 selective", "packed"), ("cp2 offload", "packed"), ("cp2 tp2", "muon"),
-    ("cp2 dp2 zero2", "muon"), ("cp2 zero3", "adapters"), ("cp2 tp2 pp2 sp", "packed"),
-    ("cp2 tp2 sp", "caps and sinks"),
+    ("gather 4", "tiny"), ("gather of pairs", "caps and sinks"), ("gather 2 ep2", "step"),
+    ("gather 2 tp2 sp", "odd"), ("ring 2 tp2 sp", "odd"), ("ulysses 2 interleaved", "odd"), ("ring 2 dp2 zero1", "rpe"),
+    ("gather 2 recompute", "narrow window"), ("gather 2 tp2", "muon"), ("ulysses 2 dp2 zero2", "muon"),
+    ("ulysses 2 zero3", "adapters"), ("ulysses 2 tp2 sp", "caps and sinks"), ("gather 2 tp2 sp", "hybrid"),
+    ("ring 2 zbv", "hybrid"), ("ulysses 2 dp2 zero2", "hybrid"), ("gather 2 recompute", "hybrid"),
 ]  # fmt: skip
 PRODUCT = [cell for cell in dict.fromkeys(PRODUCT) if cell not in DEFAULT_CELLS + MORE_CELLS]
 
@@ -117,7 +133,7 @@ def _full_row_dropout(context: int, x: Tensor, p: float, seed: Tensor, training:
     seq = config()["seq_length"]
     with fork_seed(int(seed) - rank, x.device):
         mask = F.dropout(torch.ones(seq, *x.shape[1:]), p)
-    return x * mask[context_columns(seq, rank, context)] if context > 1 else x * mask
+    return x * mask[ContextLayout(context).columns(seq, rank)] if context > 1 else x * mask
 
 
 def curves_with_equal_masks(rank: int, world_size: int, values: dict[str, Any], steps: int) -> Any:
