@@ -205,6 +205,7 @@ def _as_tensors(
     key_ends = np.cumsum(counts)
     num_keys = int(key_ends[-1]) if len(key_ends) else 0
     steps = np.arange(num_keys) - np.repeat(key_ends - counts, counts)
+    # Not rounded up to few lengths: kernels leave the gradients of keys undefined that belong to no run.
     key_places = np.repeat(first_keys, counts) + steps * np.repeat(advances, counts)
     n = num_starts(len(lengths), queries)
     return QueryRuns(

@@ -129,8 +129,11 @@ class AttentionSpec:
 
     @property
     def fits_ring(self) -> bool:
-        """Whether ring attention supports it: softmax(q k^T * scale) v over all earlier keys, and nothing
-        else, on no other backend than flash."""
+        """Whether ring attention supports it.
+
+        It is softmax(q k^T * scale) v over all earlier keys, and nothing else, on no other backend than
+        flash.
+        """
         is_plain = not (self.window is not None or self.biased or self.softcap or self.sinks or self.dropout > 0.0)
         return is_plain and self.backend in ("auto", "flash")
 

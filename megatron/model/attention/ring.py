@@ -162,8 +162,10 @@ def _merge(out: Tensor, sums: Tensor, places: Tensor, part: Tensor, part_sums: T
 
 
 def _runs_torch_operations(q: Tensor) -> bool:
-    """Returns whether FlashAttention 2 does not support these queries: it needs a GPU of compute capability
-    8.0, 16-bit values, and a head_dim of at most 256 that 8 divides."""
+    """Returns whether FlashAttention 2 does not support these queries.
+
+    It needs a GPU of compute capability 8.0, 16-bit values, and a head_dim of at most 256 that 8 divides.
+    """
     if q.device.type != "cuda" or q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
         return True
     return torch.cuda.get_device_capability(q.device) < (8, 0)

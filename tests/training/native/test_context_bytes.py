@@ -71,7 +71,7 @@ def derived_bytes(name: str) -> int:
     return BLOCKS * MICRO_BATCHES * per_block
 
 
-def test_bytes_are_those_derived_derived_bytes() -> None:
+def test_bytes_are_those_derived() -> None:
     keys = {"train_micro_batch_size_per_gpu": ROWS, "no_weight_tying": True}
     runs = [config(LLAMA, ADAMW, keys, layout) for layout in TYPES.values()]
     for counts in run_ranks(sent_in_a_step, RANKS, runs):
