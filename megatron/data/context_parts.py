@@ -72,11 +72,12 @@ def part_of(batch: Batch, layout: ContextLayout, rank: int) -> Batch:
     token_mask, columns = everyone[rank] < seq, everyone[rank].clip(max=seq - 1)
     loss_weights = batch.loss_weights.cpu().numpy()[:, columns] * token_mask
     groups = [np.concatenate(everyone[i : i + layout.ulysses]) for i in range(0, layout.size, layout.ulysses)]
+    begins, number = _begins(batch), rank // layout.ulysses
     part = ContextPart(
         torch.from_numpy(columns), _order(everyone, seq), None if token_mask.all() else torch.from_numpy(token_mask),
-        places_of_loss(loss_weights), _chunk_starts(_begins(batch), everyone[rank]),
-        heads=_heads_part(groups[rank // layout.ulysses], seq, len(groups) == 1) if layout.ulysses > 1 else None,
-        keys=None if len(groups) == 1 else _keys_part(batch, groups, rank // layout.ulysses, layout.is_ring),
+        places_of_loss(loss_weights), _chunk_starts(begins, everyone[rank]),
+        heads=_heads_part(groups[number], seq, len(groups) == 1) if layout.ulysses > 1 else None,
+        keys=None if len(groups) == 1 else _keys_part(begins, groups, number, layout.is_ring),
     )  # fmt: skip
     device = batch.tokens.device
     return replace(batch, context=part if device.type == "cpu" else part.map(lambda tensor: tensor.to(device)))
@@ -99,15 +100,15 @@ def _heads_part(columns: np.ndarray, seq: int, full_rows: bool) -> HeadsPart:
     return HeadsPart(torch.from_numpy(order), torch.from_numpy(places))
 
 
-def _keys_part(batch: Batch, groups: list[np.ndarray], number: int, is_ring: bool) -> KeysPart:
+def _keys_part(begins: np.ndarray, groups: list[np.ndarray], number: int, is_ring: bool) -> KeysPart:
     """Return the `KeysPart` of the group of ranks with this number. groups: the columns of each."""
-    seq, begins = batch.tokens.shape[1], _begins(batch)
     columns_of_groups = [np.sort(columns) for columns in groups]
-    queries = columns_of_groups[number]
+    queries, (rows, seq) = columns_of_groups[number], begins.shape
+    runs, places = _runs(begins, queries), rows * len(queries)
     blocks = [(number - step) % len(groups) for step in range(len(groups))] if is_ring else []
     return KeysPart(
-        torch.from_numpy(queries.clip(max=seq - 1)), _order(columns_of_groups, seq), _query_runs(begins, queries),
-        tuple(_key_block(begins, queries, columns_of_groups[block]) for block in blocks),
+        torch.from_numpy(queries.clip(max=seq - 1)), _order(columns_of_groups, seq), _query_runs(runs, places, seq),
+        tuple(_key_block(runs, len(queries), seq, columns_of_groups[block]) for block in blocks),
     )  # fmt: skip
 
 
@@ -165,21 +166,22 @@ def _runs(begins: np.ndarray, columns: np.ndarray) -> _Runs:
     return _Runs(row, place, np.diff(np.append(starts, firsts.size)), column, document)
 
 
-def _query_runs(begins: np.ndarray, columns: np.ndarray) -> QueryRuns:
-    """Return the `QueryRuns` of a rank's columns, with the keys of full rows.
+def _query_runs(runs: _Runs, queries: int, seq: int) -> QueryRuns:
+    """Return the `QueryRuns` of a rank's `queries` queries, with the keys of full rows of `seq` tokens.
 
     The keys of padding are copies of the last column, so that attention there is finite.
     """
-    runs, (rows, seq) = _runs(begins, columns), begins.shape
     is_padding = runs.column >= seq
     first_key = np.where(is_padding, seq - 1, runs.document)
     counts = np.where(is_padding, runs.length, runs.column + runs.length - first_key)
-    return _as_tensors(rows * len(columns), runs.length, runs.row * seq + first_key, counts, ~is_padding)
+    return _as_tensors(queries, runs.length, runs.row * seq + first_key, counts, ~is_padding)
 
 
-def _key_block(begins: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> KeyBlock:
-    """Return the runs of a rank's queries that see keys of a rank of the ring, whose columns are `keys`."""
-    runs, seq = _runs(begins, queries), begins.shape[1]
+def _key_block(runs: _Runs, columns: int, seq: int, keys: np.ndarray) -> KeyBlock:
+    """Return the runs of a rank's queries that see keys of a rank of the ring, whose columns are `keys`.
+
+    columns: number of columns of the queries.
+    """
     first_key = np.searchsorted(keys, runs.document)
     counts = np.where(runs.column < seq, np.searchsorted(keys, runs.column + runs.length) - first_key, 0)
     sees = counts > 0
@@ -188,7 +190,7 @@ def _key_block(begins: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> Key
     )
     ends = np.cumsum(length)
     steps = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - length, length)
-    query_places = np.repeat(row * len(queries) + place, length) + steps
+    query_places = np.repeat(row * columns + place, length) + steps
     every_key = np.ones(len(row), bool)
     key_runs = _as_tensors(len(query_places), length, row * len(keys) + first_key, counts, every_key)
     return KeyBlock(torch.from_numpy(query_places), key_runs)

@@ -93,7 +93,7 @@ def gather_keys(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
 
     Each rank's queries use them in their own way, so the gradient is reduce-scattered.
 
-    order: `ContextRank.order`.
+    order: `[seq]` int64, index of each column in the ranks' columns, laid end to end.
     """
     return _Rows.apply(x, group, order, True)
 
