@@ -264,7 +264,8 @@ class Stage(nn.Module):
         if batch.context is not None and batch.context.heads is not None:
             inputs = inputs._replace(heads=HeadsOrder(batch.context.heads.order, batch.context.heads.places))
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
-            for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out, *(inputs.runs or ())):
+            shared_prefixes, keys = (inputs.written_out,), (inputs.key_index, *(inputs.runs or ()))
+            for sized in (inputs.cu_seqlens, inputs.longest, *shared_prefixes, *keys):
                 if sized is not None:
                     torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
         return inputs

@@ -3,7 +3,7 @@ layer and its loss.
 
 groups.py: all process groups of a rank, as one frozen object. initialize.py creates and connects them.
 mappings.py: the collectives of tensor, sequence and expert parallelism, with gradients. context.py: those of
-context parallelism.
+context parallelism. gathered_keys.py: attention over keys of all context ranks.
 parameters.py: `ParamSpec`, which describes a parameter and how it is sharded.
 layers.py: the linear layer and the token embedding. parallel_linear.py: their column- and row-parallel
 computation.
@@ -20,6 +20,7 @@ Functions and classes take their process groups as arguments; nothing here is gl
 from megatron.mpu.context import ContextRank, exchange_columns, exchange_heads, gather_keys
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
+from megatron.mpu.gathered_keys import attend_in_parts
 from megatron.mpu.grouped import grouped_mm
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.head import (

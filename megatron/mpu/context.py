@@ -87,15 +87,14 @@ def exchange_columns(x: Tensor, group: dist.ProcessGroup, places: Tensor) -> Ten
     return parts.movedim(0, 2).flatten(2, 3)
 
 
-def gather_keys(x: Tensor, group: dist.ProcessGroup, order: Tensor) -> Tensor:
-    """Returns full rows of keys or values `[seq, ..]`, of which each context rank computed its columns
-    `[places, ..]`.
+def gather_keys(x: Tensor, group: dist.ProcessGroup, index: Tensor) -> Tensor:
+    """Returns `[n, ..]` of what context ranks computed, `[places, ..]` each, such as keys and values.
 
-    Each rank's queries use them in their own way, so the gradient is reduce-scattered.
+    Each rank uses them in its own way, so the gradient is reduce-scattered.
 
-    order: `[seq]` int64, index of each column in the ranks' columns, laid end to end.
+    index: `[n]` int64, positions in the ranks' values, laid end to end; one may come more than once.
     """
-    return _Rows.apply(x, group, order, True)
+    return _Rows.apply(x, group, index, True)
 
 
 class _Rows(torch.autograd.Function):
@@ -111,6 +110,6 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (order,), group, places = ctx.saved_tensors, ctx.group, ctx.places
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = grad.new_zeros(size * places, *grad.shape[1:]).index_copy(0, order, grad)
+        parts = grad.new_zeros(size * places, *grad.shape[1:]).index_add(0, order, grad)
         local = reduce_scatter(parts, group) if ctx.is_summed else parts[rank * places :][:places].clone()
         return local, None, None, None

@@ -12,6 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron.model import Stage
+from megatron.model.attention.layer import SelfAttention
 from megatron.model.block import Block
 from megatron.model.moe import RoutingSums
 from megatron.model.stage import Ran
@@ -66,6 +67,9 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
     """Make a stage recompute activations, as `checkpoint_activations` and the keys next to it say."""
     if not args.checkpoint_activations:
         return
+    for module in stage.modules():
+        if isinstance(module, SelfAttention):
+            module.keeps_keys = True  # recomputation gathers them
     if args.recompute_granularity == "selective":
         for number, spec in enumerate(stage.blocks):
             if number % args.recompute_every == 0:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fake.checks import clean
 from tests.fake.client import FakeCuda
-from tests.fake.layouts import COMPILE, GQA, LAYERS, PACKED, RECOMPUTE, SEQ, SP2, WINDOW, Case
+from tests.fake.layouts import COMPILE, GQA, LAYERS, PACKED, SEQ, SP2, WINDOW, Case
 from tests.fake.test_pipelines import HYBRID_120B, LLAMA_70B
 from tests.marks import with_more
 
@@ -54,14 +54,15 @@ def test_kernels_and_order(name: str, look: str, fake_cuda: FakeCuda) -> None:
     check = assert_all_clean if name == "ring" else partial(assert_one_order, axis=tensor)
     reports = check(fake_cuda, cases)
     kernel = KERNELS[name] if name != "ulysses" or not documents else "torch_attn._varlen_attn_backward"
-    # In a ring each rank computes both blocks of keys.
-    assert all(report["kernels"][kernel] == LAYERS * (2 if name == "ring" else 1) for report in reports)
+    # In a ring each rank computes both blocks of keys. Keys are gathered in up to four parts of their heads.
+    calls = {"ring": 2, "allgather": values.get("num_kv_heads", 4), "ulysses": 1}[name]
+    assert all(report["kernels"][kernel] == LAYERS * calls for report in reports)
 
 
 def test_windows_need_no_mask(fake_cuda: FakeCuda) -> None:
     for name in ("allgather", "ring"):  # where layers with windows gather keys
         report = clean(fake_cuda, Case(2, 1, {**TYPES[name], **WINDOW, **PACKED}, documents=TWO_DOCUMENTS))
-        assert report["kernels"]["torch_attn._varlen_attn_backward"] == LAYERS
+        assert report["kernels"]["torch_attn._varlen_attn_backward"] == LAYERS * 4
 
 
 @pytest.mark.more
@@ -73,11 +74,10 @@ def test_blocks_compile_as_one_graph(name: str, fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("name", with_more(TYPES, product=["ring", "allgather"]))
 def test_activations_fall_with_the_number_of_ranks(name: str, fake_cuda: FakeCuda) -> None:
-    """Weights and gradients are left out. allgather keeps keys of full rows, unless it recomputes."""
-    recompute = RECOMPUTE if name == "allgather" else {}
+    """Weights and gradients are left out."""
     held = []
     for size in (1, 2, 4):
-        keys = {**recompute, "num_layers": 6, "context_parallel_size": size, "seq_length": 8 * SEQ}
+        keys = {"num_layers": 6, "context_parallel_size": size, "seq_length": 8 * SEQ}
         keys |= {"context_parallel_type": name, "max_position_embeddings": 8 * SEQ, "num_kv_heads": 4}
         report = clean(fake_cuda, Case(size, size - 1, keys))
         held.append(report["passes"] - 2 * report["parameters"])

@@ -190,6 +190,8 @@ def test_dropout_is_a_function_of_its_seed(precision: str, device: torch.device)
         reseeded, eval_logits = stage(None, batch), stage.eval()(None, batch)
     assert torch.equal(logits, repeated) and torch.equal(logits, reseeded)
     assert not torch.equal(logits, eval_logits)
+
+
 CONTEXT_SEQ = 300  # no whole number of chunks
 
 
@@ -220,11 +222,13 @@ def test_queries_of_a_context_rank_equal_those_of_full_rows(
         longest, longest_keys = (torch.empty(size, 0) for size in (runs.max_seqlen, runs.max_keys))
         inputs = AttentionInputs(
             cu_seqlens=runs.cu_seqlens, longest=longest, window=-1 if window is None else window,
-            runs=KeyRuns(runs.key_places, runs.key_starts, longest_keys),
+            runs=KeyRuns(runs.key_starts, longest_keys),
         )  # fmt: skip
         if window is not None and device.type == "cpu":
             inputs = AttentionInputs(mask=full_mask[:, :, columns])
         q, k, v = (leaf.bfloat16() for leaf in leaves)
+        if inputs.runs is not None:
+            k, v = (x.transpose(0, 1).flatten(0, 1)[runs.key_places].unsqueeze(1) for x in (k, v))
         outs.append(backend.attend(q[columns], k, v, inputs, AttentionOptions()))
         orders.append(part.order)
     out = torch.cat(outs)[orders[0]].float()

@@ -114,7 +114,8 @@ class AttentionBackend:
         """Computes causal attention, softmax(q k^T * scale + mask) v. If there is a cache, it already holds k
         and v.
 
-        q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`; returns the shape of q.
+        q: `[seq, batch, heads, head_dim]`; k, v: `[seq, batch, kv_heads, head_dim]`, or with `inputs.runs`
+            `[keys, 1, kv_heads, head_dim]`. Returns the shape of q.
         """
         raise NotImplementedError
 
@@ -250,7 +251,7 @@ class Varlen(AttentionBackend):
         shape, starts, longest, runs = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest, inputs.runs
         assert starts is not None and longest is not None
         key_starts, longest_keys = (starts, longest) if runs is None else (runs.starts, runs.longest)
-        q, k, v = rows_in_one(q), keys_in_one(k, runs), keys_in_one(v, runs)
+        q, k, v = (rows_in_one(x) for x in (q, k, v))
         lengths, window = (longest.shape[0], longest_keys.shape[0]), (inputs.window, 0)
         out = varlen_attn(q, k, v, (starts, key_starts), lengths, window, options.scale)
         return out.view(shape).transpose(0, 1)
@@ -327,12 +328,6 @@ def rows_in_one(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def keys_in_one(x: Tensor, runs: KeyRuns | None) -> Tensor:
-    """Returns the keys or values of all rows one after another, as `rows_in_one`; with `runs` those of each
-    run."""
-    return rows_in_one(x) if runs is None else rows_in_one(x).index_select(0, runs.places)
-
-
 def _run_by_run(
     sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, runs: KeyRuns
 ) -> Tensor:
@@ -342,7 +337,7 @@ def _run_by_run(
 
     cu_seqlens: `[n]` int32, starts of runs in the flattened batch, then its end.
     """
-    queries, keys, values = rows_in_one(q), keys_in_one(k, runs), keys_in_one(v, runs)
+    queries, keys, values = (rows_in_one(x) for x in (q, k, v))
     outs = []
     for start, end, key_start, key_end in zip(
         *(edges[i : len(edges) - 1 + i] for edges in (cu_seqlens.tolist(), runs.starts.tolist()) for i in (0, 1)),

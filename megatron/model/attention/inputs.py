@@ -37,14 +37,12 @@ that is added to attention logits, or None for no bias."""
 
 
 class KeyRuns(NamedTuple):
-    """The keys of each run of queries of a context rank, see `data.batch.QueryRuns`.
+    """How the keys of a context rank are divided over its runs of queries, see `data.batch.QueryRuns`.
 
-    places: `[keys]` int64, row * seq + column of the keys, run after run.
-    starts: `[n]` int32, starts of the runs' keys in `places`.
+    starts: `[n]` int32, starts of the runs' keys.
     longest: an empty tensor `[max_keys, 0]`, as `AttentionInputs.longest`.
     """
 
-    places: Tensor
     starts: Tensor
     longest: Tensor
 
@@ -70,9 +68,10 @@ class AttentionInputs(NamedTuple):
     columns: `[batch, seq]`, the columns of these tokens in the cache; None in training and at a text's start.
     written_out, own_places: with cu_seqlens and documents that share prefixes, `SharedPrefixes.places` and
         `own_places`. cu_seqlens and longest then count each document with its prefix repeated.
-    row_order: `KeysPart.order`, by which context ranks put together the keys of full rows; None: keys are not
-        gathered. cu_seqlens and longest then describe runs of this rank's queries.
-    runs: with cu_seqlens and row_order, the keys of these runs.
+    key_index: int64, for each key of this rank's queries its position in the (column, row) pairs of context
+        ranks, laid end to end; None: keys are not gathered. `[seq, batch]` for keys of full rows; with
+        cu_seqlens `[keys, 1]`, run after run. cu_seqlens and longest then describe runs of queries.
+    runs: with cu_seqlens and key_index, how keys are divided over runs.
     ring: for keys that go round the context ranks, see `ring.ring_attention`.
     heads: how context ranks exchange heads for columns; None: they do not.
     """
@@ -86,7 +85,7 @@ class AttentionInputs(NamedTuple):
     columns: Tensor | None = None
     written_out: Tensor | None = None
     own_places: Tensor | None = None
-    row_order: Tensor | None = None
+    key_index: Tensor | None = None
     runs: KeyRuns | None = None
     ring: tuple[RingBlock, ...] = ()
     heads: HeadsOrder | None = None
@@ -163,18 +162,25 @@ def _context_inputs(
         ))  # fmt: skip
     if form == "cu_seqlens":
         longest, longest_keys = (torch.empty(size, 0, device=device) for size in (runs.max_seqlen, runs.max_keys))
-        run_keys = KeyRuns(runs.key_places, runs.key_starts, longest_keys)
-        window = -1 if window is None else window
-        return AttentionInputs(rope, None, runs.cu_seqlens, longest, window, row_order=keys.order, runs=run_keys)
+        index = keys.order[runs.key_places % seq] * rows + runs.key_places // seq
+        return AttentionInputs(
+            rope, None, runs.cu_seqlens, longest, -1 if window is None else window,
+            key_index=index.unsqueeze(1), runs=KeyRuns(runs.key_starts, longest_keys),
+        )  # fmt: skip
     ids = None if batch.documents is None else document_ids(batch.documents.cu_seqlens, rows, seq)
     if form == "blocks":
         mask_blocks = block_mask(seq, device, window, branch_ids=ids, queries=keys.queries)
-        return AttentionInputs(rope, blocks=mask_blocks, row_order=keys.order)
+        return AttentionInputs(rope, blocks=mask_blocks, key_index=_row_index(keys.order, rows))
     columns = keys.queries.unsqueeze(0)
     mask = window_mask(seq, window, device, columns)
     if ids is not None:
         mask = mask & tree_attention_mask(ids, ids, keys.queries)
-    return AttentionInputs(rope, _added(bias(seq, columns, None), mask), row_order=keys.order)
+    return AttentionInputs(rope, _added(bias(seq, columns, None), mask), key_index=_row_index(keys.order, rows))
+
+
+def _row_index(order: Tensor, rows: int) -> Tensor:
+    """Returns `AttentionInputs.key_index` of full rows, `[seq, rows]`. order: `KeysPart.order`."""
+    return order.unsqueeze(1) * rows + torch.arange(rows, device=order.device)
 
 
 def cached_inputs(
@@ -217,17 +223,17 @@ def tree_inputs(
     rope_positions: of the columns that this context rank computes; None: all.
     keys: the columns of the queries of this context rank; None: all.
     """
-    columns, order = (None, None) if keys is None else (keys.queries, keys.order)
+    columns, index = (None, None) if keys is None else (keys.queries, _row_index(keys.order, len(positions)))
     rope = _rope(spec, positions if rope_positions is None else rope_positions, length)
     seq, device, queries = positions.shape[1], positions.device, positions if columns is None else positions[:, columns]
     if form == "blocks":
         blocks = block_mask(seq, device, spec.window, positions, branch_ids, context_ids, columns)
-        return AttentionInputs(rope, blocks=blocks, row_order=order)
+        return AttentionInputs(rope, blocks=blocks, key_index=index)
     distance = (positions.unsqueeze(1) - queries.unsqueeze(2)).unsqueeze(1)
     mask = tree_attention_mask(branch_ids, context_ids, columns)
     if spec.window is not None:
         mask = mask & (distance >= -spec.window)
-    return AttentionInputs(rope, _added(bias(seq, None, distance), mask), row_order=order)
+    return AttentionInputs(rope, _added(bias(seq, None, distance), mask), key_index=index)
 
 
 def _text_lengths(

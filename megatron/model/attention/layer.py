@@ -27,13 +27,15 @@ from megatron.mpu import (
     ParamSpec,
     adapters_of,
     allocate,
+    attend_in_parts,
     exchange_columns,
     exchange_heads,
     gather_from_sharers,
-    gather_keys,
     share_out,
     with_prefix,
 )
+
+_MOST_PARTS = 4  # of keys that context ranks gather one after another
 
 
 class SelfAttention(nn.Module):
@@ -51,7 +53,12 @@ class SelfAttention(nn.Module):
     qk_layernorm (use_qk_layernorm), or q_norm and k_norm (use_separate_qk_norms): norms of queries and keys.
     sinks: `[heads]`, an additional logit of each head's softmax (attention_sinks).
     rpe: relative position biases, which all blocks share.
+
+    keeps_keys: whether backward finds the keys gathered from context ranks, instead of gathering them again;
+        True where recomputation gathers them.
     """
+
+    keeps_keys = False
 
     Spec = AttentionSpec
     spec = staticmethod(attention_spec)
@@ -199,8 +206,24 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         if inputs.ring and self.keys_group is not None:
             return ring_attention(q, k, v, inputs.ring, self.keys_group, self.scale)
-        if inputs.row_order is not None and self.keys_group is not None:
-            k, v = gather_keys(torch.stack([k, v], 1), self.keys_group, inputs.row_order).unbind(1)
         p = self.dropout_p if self.training and seed is not None else 0.0
         options = AttentionOptions(cache, p, seed, self.scale, self.softcap, sinks)
-        return self.backends.attend(q, k, v, inputs, options)
+        if inputs.key_index is None or self.keys_group is None:
+            return self.backends.attend(q, k, v, inputs, options)
+        # A dropout mask is a function of the seed for all heads at once.
+        parts = 1 if p > 0.0 or torch.compiler.is_compiling() else _num_parts(k.shape[2])
+
+        def attend(number: int, k: Tensor, v: Tensor) -> Tensor:
+            mask, part_sinks = inputs.mask, None if sinks is None else sinks.chunk(parts)[number]
+            if mask is not None and mask.shape[1] > 1:
+                mask = mask.chunk(parts, 1)[number]
+            part_options = options._replace(sinks=part_sinks)
+            return self.backends.attend(q.chunk(parts, 2)[number], k, v, inputs._replace(mask=mask), part_options)
+
+        kv = torch.stack([k, v], 2)
+        return attend_in_parts(attend, kv, self.keys_group, inputs.key_index, parts, self.keeps_keys)
+
+
+def _num_parts(kv_heads: int) -> int:
+    """Returns in how many parts keys are gathered. More parts leave less of the first gather exposed."""
+    return next(parts for parts in range(_MOST_PARTS, 0, -1) if kv_heads % parts == 0)

@@ -14,7 +14,6 @@ from megatron.model.attention.backends import (
     AttentionBackend,
     AttentionCall,
     AttentionOptions,
-    keys_in_one,
     rows_in_one,
 )
 from megatron.model.attention.inputs import AttentionInputs
@@ -85,7 +84,7 @@ class FlashAttn(PackageBackend):
             assert inputs.longest is not None
             longest, runs, window = inputs.longest, inputs.runs, (inputs.window, 0)
             key_starts, longest_keys = (starts, longest) if runs is None else (runs.starts, runs.longest)
-            tokens = rows_in_one(q), keys_in_one(k, runs), keys_in_one(v, runs)
+            tokens = [rows_in_one(x) for x in (q, k, v)]
             attend = partial(
                 package.flash_attn_varlen_func, *tokens, cu_seqlens_q=starts, cu_seqlens_k=key_starts,
                 max_seqlen_q=longest.shape[0], max_seqlen_k=longest_keys.shape[0], window_size=window, **keywords,

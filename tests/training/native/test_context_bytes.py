@@ -60,8 +60,8 @@ def derived_bytes(name: str) -> int:
     """Bytes of a rank in a step: forward and backward of each block and micro-batch."""
     tokens = ROWS * SEQ // RANKS
     keys, queries = 2 * tokens * KV_WIDTH * FP32, tokens * HIDDEN * FP32
-    if name == "allgather":  # each part goes to all others, and its gradients come back
-        per_block = 2 * (RANKS - 1) * keys
+    if name == "allgather":  # each part goes to all others, again in backward, and its gradients come back
+        per_block = 3 * (RANKS - 1) * keys
     elif name == "ring":  # keys go past all ranks twice, and their fp32 gradients come home
         per_block = 2 * (RANKS - 1) * keys + RANKS * keys
     elif name == "ulysses":  # queries, keys (two ranks have the same head) and results, all but the own part

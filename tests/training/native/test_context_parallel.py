@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         for kind in ("gather 2", "ring 2", "ulysses 2")
         for name, (ranks, keys) in COMBINED.items()
     },
+    **{f"{kind} compiled": (2, TYPES[kind][1] | {"compile": "block"}) for kind in ("gather 2", "ulysses 2")},
     "ring of pairs tp2 sp": (8, CP4 | RING | PAIRS | SP2), "auto tp2 pp2 sp": (8, CP2 | PP2 | SP2),
 }  # fmt: skip
 WINDOW = {**LLAMA, **SGD, "sliding_window_width": 5}
