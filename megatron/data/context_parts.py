@@ -16,6 +16,7 @@ from megatron.data.batch import (
     padded_starts,
     places_of_loss,
 )
+from megatron.data.context_columns import balanced_columns
 from megatron.neox_arguments import ModelArgs
 
 
@@ -26,25 +27,44 @@ class ContextLayout:
     size: number of ranks. ulysses: neighbouring ranks that exchange heads for columns; 1: none.
     is_ring: keys go round between ranks, instead of being gathered.
     multiple: each rank computes a multiple of so many columns.
+    keeps_documents: whether ranks may compute other columns than two chunks, where that balances documents.
     """
 
     size: int
     ulysses: int = 1
     is_ring: bool = False
     multiple: int = 1
+    keeps_documents: bool = True
 
     @classmethod
     def from_args(cls, args: ModelArgs) -> "ContextLayout":
         """Return the layout that a configuration asks for."""
         is_ring, multiple = args.context_parallel_type == "ring", args.tp if args.sequence_parallel else 1
-        return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple)
+        # Mamba 2 hands its states from chunk to chunk.
+        return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple, not args.mamba_blocks)
 
     def num_queries(self, seq: int) -> int:
         """Return the number of columns whose queries a rank has in attention, padding included."""
         return seq if self.ulysses == self.size else self.ulysses * len(self.columns(seq, 0))
 
+    def columns_of_ranks(self, begins: np.ndarray) -> list[np.ndarray]:
+        """Return the columns of rows that each rank computes, ascending, `[places]` int64.
+
+        begins: `[batch, seq]`, True where documents begin. Columns >= seq are padding.
+        """
+        chunks = [self.columns(begins.shape[1], rank) for rank in range(self.size)]
+        groups = self.groups(chunks)
+        if not self.keeps_documents or len(groups) == 1:
+            return chunks
+        divided = balanced_columns(begins, groups)
+        return chunks if divided is groups else [part for group in divided for part in np.split(group, self.ulysses)]
+
+    def groups(self, columns_of_ranks: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the columns of each group of ranks that exchange heads, laid end to end."""
+        return [np.concatenate(columns_of_ranks[i : i + self.ulysses]) for i in range(0, self.size, self.ulysses)]
+
     def columns(self, seq: int, rank: int) -> np.ndarray:
-        """Return the columns of rows of `seq` tokens that a rank computes, ascending, `[places]` int64.
+        """Return the two chunks of rows of `seq` tokens that a rank computes, ascending, `[places]` int64.
 
         Rows have 2 * size chunks of equal length. Rank r has chunk r and chunk 2 * size - 1 - r, so that
         causal attention costs every rank the same (as in Megatron-LM). Columns >= seq are padding.
@@ -68,11 +88,13 @@ def part_of(batch: Batch, layout: ContextLayout, rank: int) -> Batch:
         inner = {name: part_of(value, layout, rank) for name, value in values.items() if isinstance(value, Batch)}
         batch = replace(batch, method=replace(batch.method, **inner))
     seq = batch.tokens.shape[1]
-    everyone = [layout.columns(seq, r) for r in range(layout.size)]
+    begins = _begins(batch)
+    has_prefixes = batch.documents is not None and batch.documents.prefixes is not None
+    layout = replace(layout, keeps_documents=False) if has_prefixes else layout  # an answer costs its prefix too
+    everyone = layout.columns_of_ranks(begins)
     token_mask, columns = everyone[rank] < seq, everyone[rank].clip(max=seq - 1)
     loss_weights = batch.loss_weights.cpu().numpy()[:, columns] * token_mask
-    groups = [np.concatenate(everyone[i : i + layout.ulysses]) for i in range(0, layout.size, layout.ulysses)]
-    begins, number = _begins(batch), rank // layout.ulysses
+    groups, number = layout.groups(everyone), rank // layout.ulysses
     part = ContextPart(
         torch.from_numpy(columns), _order(everyone, seq), None if token_mask.all() else torch.from_numpy(token_mask),
         places_of_loss(loss_weights), _chunk_starts(begins, everyone[rank]),

@@ -65,9 +65,9 @@ class _GatheredKeys:
         keys, values = rows.unflatten(0, self.index.shape).unbind(-3)
         if self.keeps_keys:
             return attend(number, keys, values)
-        with self._not_kept(number, rows):
+        with self._regathered(number, rows):
             out = attend(number, keys, values)
-        return _GatheredAgain.apply(out, self, number)
+        return _Regather.apply(out, self, number)
 
     def start_gather(self, number: int) -> None:
         if number not in self.gathers:
@@ -76,7 +76,7 @@ class _GatheredKeys:
     def finish_gather(self, number: int) -> Tensor:
         return finish(self.gathers.pop(number)).index_select(0, self.index.flatten())
 
-    def _not_kept(self, number: int, rows: Tensor) -> saved_tensors_hooks:
+    def _regathered(self, number: int, rows: Tensor) -> saved_tensors_hooks:
         """Makes autograd save no view of `rows`; backward makes the same views of the rows it gathers."""
         storage = rows.untyped_storage()._cdata
 
@@ -130,7 +130,7 @@ class _GatheredRows(torch.autograd.Function):
         return gathered.sums[number].result, None, None
 
 
-class _GatheredAgain(torch.autograd.Function):
+class _Regather(torch.autograd.Function):
     """Returns the attention of a part. Backward starts to gather its keys again, and those of the part that
     backward computes next."""
 

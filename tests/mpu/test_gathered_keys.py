@@ -44,7 +44,7 @@ def leaves(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
-    """For the pool: errors of gradients beside one gather, events, and how many gathered parts are kept."""
+    """For the pool: errors of gradients beside one gather, events, and how many gathered parts live on."""
     group = dist.group.WORLD
     assert group is not None
     order = torch.tensor([0, 1, 2, 7, 3, 4, 5, 6])
@@ -61,11 +61,11 @@ def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
     try:
         with Events() as forward:
             out = attend_in_parts(attend, kv, group, index, PARTS, keeps_keys)
-        kept = sum(not storage.expired() for storage in storages)
+        num_kept = sum(not storage.expired() for storage in storages)
         with Events() as backward:
             out.square().sum().backward()
         del out
-        left = sum(not storage.expired() for storage in storages)
+        num_left = sum(not storage.expired() for storage in storages)
     finally:
         gc.enable()
     plain_q, plain_kv = leaves(rank)
@@ -73,16 +73,22 @@ def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
     attention(plain_q, keys, values).square().sum().backward()
     pairs = (q.grad, plain_q.grad), (kv.grad, plain_kv.grad)
     errors = [float((a - b).abs().max()) for a, b in pairs if a is not None and b is not None]
-    return {"errors": errors, "forward": forward.names, "backward": backward.names, "kept": kept, "left": left}
+    return {
+        "errors": errors,
+        "forward": forward.names,
+        "backward": backward.names,
+        "num_kept": num_kept,
+        "num_left": num_left,
+    }
 
 
 @pytest.mark.parametrize("keeps_keys", [False, True])
-def test_gathers_run_beside_attention(keeps_keys: bool) -> None:
+def test_gathers_overlap_with_attention(keeps_keys: bool) -> None:
     for report in run_ranks(in_parts, RANKS, keeps_keys):
         assert len(report["errors"]) == 2 and max(report["errors"]) < 1e-6
         assert report["forward"] == ["gather"] * PARTS + ["attend"]
         # Each part's sum is started before the next part's attention, and two gathers before the first.
-        again = ["gather", "attend", "sum"] * PARTS
-        expected = ["gather", *again[:-3], "attend", "sum"]
+        repeated = ["gather", "attend", "sum"] * PARTS
+        expected = ["gather", *repeated[:-3], "attend", "sum"]
         assert report["backward"] == (["attend", "sum"] * PARTS if keeps_keys else expected)
-        assert (report["kept"], report["left"]) == (PARTS if keeps_keys else 0, 0)
+        assert (report["num_kept"], report["num_left"]) == (PARTS if keeps_keys else 0, 0)
