@@ -38,7 +38,7 @@ def test_two_chunks_without_documents() -> None:
     assert [len(ContextLayout(4, multiple=6).columns(61, rank)) % 6 for rank in range(4)] == [0] * 4
 
 
-def test_equal_documents_are_not_cut() -> None:
+def test_each_document_on_one_rank() -> None:
     """Two documents on two ranks; chunks would cut both."""
     columns = ContextLayout(2).columns_of_ranks(begins_at(64, 24, 48, 56))
     documents = [set(range(start, end)) for start, end in ((0, 24), (24, 48), (48, 56), (56, 64))]

@@ -61,7 +61,7 @@ def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
     try:
         with Events() as forward:
             out = attend_in_parts(attend, kv, group, index, PARTS, keeps_keys)
-        num_kept = sum(not storage.expired() for storage in storages)
+        num_alive = sum(not storage.expired() for storage in storages)
         with Events() as backward:
             out.square().sum().backward()
         del out
@@ -77,7 +77,7 @@ def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
         "errors": errors,
         "forward": forward.names,
         "backward": backward.names,
-        "num_kept": num_kept,
+        "num_alive": num_alive,
         "num_left": num_left,
     }
 
@@ -91,4 +91,4 @@ def test_gathers_overlap_with_attention(keeps_keys: bool) -> None:
         repeated = ["gather", "attend", "sum"] * PARTS
         expected = ["gather", *repeated[:-3], "attend", "sum"]
         assert report["backward"] == (["attend", "sum"] * PARTS if keeps_keys else expected)
-        assert (report["num_kept"], report["num_left"]) == (PARTS if keeps_keys else 0, 0)
+        assert (report["num_alive"], report["num_left"]) == (PARTS if keeps_keys else 0, 0)
