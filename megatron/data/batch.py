@@ -108,6 +108,7 @@ class ContextPart(TensorRecord):
     token_mask: Tensor | None  # [places] bool, False for padding; None: no padding
     loss_places: Tensor | None  # as `Batch.loss_places`, of this rank's columns
     starts: Tensor  # [n] int32, as `Documents.cu_seqlens`: starts of documents and of chunks in [batch, places]
+    is_two_chunks: bool = True  # `columns` are a chunk at the head of the rows and one at their tail
     heads: HeadsPart | None = None  # None: no heads are exchanged
     keys: KeysPart | None = None  # None: after the exchange of heads each rank has full rows
 

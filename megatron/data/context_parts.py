@@ -18,6 +18,7 @@ from megatron.data.batch import (
 )
 from megatron.data.context_columns import balanced_columns
 from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.methods import method_name
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class ContextLayout:
     def from_args(cls, args: ModelArgs) -> "ContextLayout":
         """Return the layout that a configuration asks for."""
         is_ring, multiple = args.context_parallel_type == "ring", args.tp if args.sequence_parallel else 1
-        # Mamba 2 hands its states from chunk to chunk.
-        return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple, not args.mamba_blocks)
+        # Mamba 2 hands its states from chunk to chunk; a teacher, which reads the same columns, may have it.
+        keeps_documents = not args.mamba_blocks and method_name(args) != "distillation"
+        return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple, keeps_documents)
 
     def num_queries(self, seq: int) -> int:
         """Return the number of columns whose queries a rank has in attention, padding included."""
@@ -54,7 +56,7 @@ class ContextLayout:
         """
         chunks = [self.columns(begins.shape[1], rank) for rank in range(self.size)]
         groups = self.groups(chunks)
-        if not self.keeps_documents or len(groups) == 1:
+        if not self.keeps_documents or len(groups) == 1 or not begins[:, 1:].any():
             return chunks
         divided = balanced_columns(begins, groups)
         return chunks if divided is groups else [part for group in divided for part in np.split(group, self.ulysses)]
@@ -92,12 +94,13 @@ def part_of(batch: Batch, layout: ContextLayout, rank: int) -> Batch:
     has_prefixes = batch.documents is not None and batch.documents.prefixes is not None
     layout = replace(layout, keeps_documents=False) if has_prefixes else layout  # an answer costs its prefix too
     everyone = layout.columns_of_ranks(begins)
+    is_two_chunks = bool((everyone[rank] == layout.columns(seq, rank)).all())
     token_mask, columns = everyone[rank] < seq, everyone[rank].clip(max=seq - 1)
     loss_weights = batch.loss_weights.cpu().numpy()[:, columns] * token_mask
     groups, number = layout.groups(everyone), rank // layout.ulysses
     part = ContextPart(
         torch.from_numpy(columns), _order(everyone, seq), None if token_mask.all() else torch.from_numpy(token_mask),
-        places_of_loss(loss_weights), _chunk_starts(begins, everyone[rank]),
+        places_of_loss(loss_weights), _chunk_starts(begins, everyone[rank]), is_two_chunks,
         heads=_heads_part(groups[number], seq, len(groups) == 1) if layout.ulysses > 1 else None,
         keys=None if len(groups) == 1 else _keys_part(begins, groups, number, layout.is_ring),
     )  # fmt: skip

@@ -5,7 +5,7 @@ again instead of keeping it, as Megatron-LM does, so a rank keeps only the keys 
 are summed over ranks while backward computes those of other parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def attend_in_parts(
     if torch.compiler.is_compiling():  # the compiler decides what is kept
         keys, values = gather_keys(tokens, group, index.flatten()).unflatten(0, index.shape).unbind(-3)
         return attend(0, keys, values)
-    gathered = _GatheredKeys(group, index, keeps_keys)
-    return torch.cat([gathered.attend(attend, number, x) for number, x in enumerate(gathered.start(tokens, parts))], 2)
+    gathered = _GatheredKeys(group, index, keeps_keys or not tokens.requires_grad)
+    divided = gathered.start(tokens, parts)
+    return torch.cat([gathered.attend(attend, number, divided) for number in range(parts)], 2)
 
 
 class _GatheredKeys:
@@ -47,7 +48,7 @@ class _GatheredKeys:
 
     def __init__(self, group: dist.ProcessGroup, index: Tensor, keeps_keys: bool) -> None:
         self.group, self.index, self.keeps_keys = group, index, keeps_keys
-        self.local: tuple[Tensor, ...] = ()  # this rank's columns of each part
+        self.num_local = 0  # this rank's tokens
         self.gathers: dict[int, Started] = {}
         self.rows: dict[int, Tensor] = {}  # parts that backward has gathered
         self.sums: dict[int, Started] = {}
@@ -55,23 +56,23 @@ class _GatheredKeys:
     def start(self, tokens: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Divides `[tokens, 2, kv_heads, head_dim]` into parts of heads, and starts to gather them."""
         divided: tuple[Tensor, ...] = _Divided.apply(tokens, self, parts)
-        self.local = tuple(part.detach() for part in divided)
-        for number in range(parts):
-            self.start_gather(number)
+        self.num_local = len(tokens)
+        for number, part in enumerate(divided):
+            self.start_gather(number, part)
         return divided
 
-    def attend(self, attend: Attend, number: int, local: Tensor) -> Tensor:
-        rows = _GatheredRows.apply(local, self, number)
+    def attend(self, attend: Attend, number: int, divided: Sequence[Tensor]) -> Tensor:
+        rows = _GatheredRows.apply(divided[number], self, number)
         keys, values = rows.unflatten(0, self.index.shape).unbind(-3)
         if self.keeps_keys:
             return attend(number, keys, values)
         with self._regathered(number, rows):
             out = attend(number, keys, values)
-        return _Regather.apply(out, self, number)
+        return _Regather.apply(out, self, number, *(part.detach() for part in divided[max(number - 1, 0) : number + 1]))
 
-    def start_gather(self, number: int) -> None:
+    def start_gather(self, number: int, local: Tensor) -> None:
         if number not in self.gathers:
-            self.gathers[number] = start_all_gather(self.local[number], self.group)
+            self.gathers[number] = start_all_gather(local.detach(), self.group)
 
     def finish_gather(self, number: int) -> Tensor:
         return finish(self.gathers.pop(number)).index_select(0, self.index.flatten())
@@ -124,7 +125,7 @@ class _GatheredRows(torch.autograd.Function):
         gathered, number = ctx.gathered, ctx.number
         if gathered.rows.pop(number, None) is None and number in gathered.gathers:  # nothing had to be gathered
             finish(gathered.gathers.pop(number))
-        total = grad.new_zeros(gathered.group.size() * len(gathered.local[number]), *grad.shape[1:])
+        total = grad.new_zeros(gathered.group.size() * gathered.num_local, *grad.shape[1:])
         total.index_add_(0, gathered.index.flatten(), grad)
         gathered.sums[number] = start_reduce_scatter(total, gathered.group)
         return gathered.sums[number].result, None, None
@@ -132,15 +133,19 @@ class _GatheredRows(torch.autograd.Function):
 
 class _Regather(torch.autograd.Function):
     """Returns the attention of a part. Backward starts to gather its keys again, and those of the part that
-    backward computes next."""
+    backward computes next.
+
+    local: this rank's columns of both, that of the part last.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, gathered: _GatheredKeys, number: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, out: Tensor, gathered: _GatheredKeys, number: int, *local: Tensor) -> Tensor:  # type: ignore[override]
         ctx.gathered, ctx.number = gathered, number
+        ctx.save_for_backward(*local)
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        for number in range(ctx.number, max(ctx.number - 2, -1), -1):
-            ctx.gathered.start_gather(number)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        for step, local in enumerate(reversed(ctx.saved_tensors)):
+            ctx.gathered.start_gather(ctx.number - step, local)
+        return grad, None, None, *(None for _ in ctx.saved_tensors)

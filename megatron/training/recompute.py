@@ -15,6 +15,7 @@ from megatron.model import Stage
 from megatron.model.attention.layer import SelfAttention
 from megatron.model.block import Block
 from megatron.model.moe import RoutingSums
+from megatron.model.specs import BlockSpec
 from megatron.model.stage import Ran
 from megatron.mpu import Linear, PartialSum
 from megatron.neox_arguments import NeoXArgs
@@ -67,18 +68,18 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
     """Make a stage recompute activations, as `checkpoint_activations` and the keys next to it say."""
     if not args.checkpoint_activations:
         return
-    for module in stage.modules():
-        if isinstance(module, SelfAttention):
-            module.keeps_keys = True  # recomputation gathers them
+    for index in recomputed_blocks(stage, args):
+        for module in stage.layers[str(index)].modules():
+            if isinstance(module, SelfAttention):
+                module.keeps_keys = True  # recomputation gathers them
     if args.recompute_granularity == "selective":
-        for number, spec in enumerate(stage.blocks):
-            if number % args.recompute_every == 0:
-                block = stage.layers[str(spec.index)]
-                assert isinstance(block, Block)
-                block.checkpoint = selective_checkpoint
-                for module in block.modules():
-                    if isinstance(module, Linear | PartialSum):
-                        module.sum_in_place = False
+        for index in recomputed_blocks(stage, args):
+            block = stage.layers[str(index)]
+            assert isinstance(block, Block)
+            block.checkpoint = selective_checkpoint
+            for module in block.modules():
+                if isinstance(module, Linear | PartialSum):
+                    module.sum_in_place = False
         return
     stage.run_blocks = Recomputed(
         args.checkpoint_num_layers,
@@ -86,6 +87,16 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
         args.checkpoint_in_cpu,
         pinned=stage.device_of_groups.type == "cuda",
     )
+
+
+def recomputed_blocks(stage: Stage, args: NeoXArgs) -> list[int]:
+    """Returns the layer indices of blocks that are recomputed. Groups of blocks are counted from the first
+    block of each of the rank's stages."""
+    if args.recompute_granularity == "selective":
+        return [spec.index for number, spec in enumerate(stage.blocks) if number % args.recompute_every == 0]
+    blocks = [[spec.index for spec in chunk if isinstance(spec, BlockSpec)] for chunk in stage.chunks]
+    size, every = args.checkpoint_num_layers, args.recompute_every
+    return [index for chunk in blocks for number, index in enumerate(chunk) if number // size % every == 0]
 
 
 def selective_checkpoint(function: Callable[[Tensor], Any], x: Tensor) -> Any:

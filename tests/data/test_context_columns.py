@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron.data.context_columns import _long_documents
 from megatron.data.context_parts import ContextLayout
 
 
@@ -53,6 +54,15 @@ def test_a_long_document_is_divided_over_all_ranks() -> None:
     costs = pairs_of_ranks(begins, ContextLayout(4).columns_of_ranks(begins))
     chunks = pairs_of_ranks(begins, [ContextLayout(4).columns(256, rank) for rank in range(4)])
     assert max(costs) <= 1.02 * np.mean(costs) and max(chunks) > 1.3 * np.mean(chunks)
+
+
+def test_many_documents_are_joined_to_few() -> None:
+    starts = np.array([0, 3, 4, 9, 10, 11, 30, 31, 33])
+    assert _long_documents(starts, 40, 5).tolist() == [0, 4, 9, 10, 11, 30, 33]
+    assert _long_documents(starts, 40, 1) is starts
+    begins = np.ones((1, 4096 * 8), bool)
+    costs = [len(part) for part in ContextLayout(4).columns_of_ranks(begins)]
+    assert costs == [4096 * 2] * 4
 
 
 @pytest.mark.parametrize(("size", "ulysses", "multiple"), [(2, 1, 1), (4, 1, 6), (8, 1, 1), (4, 2, 1), (8, 2, 4)])

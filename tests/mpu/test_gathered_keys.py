@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.mpu import attend_in_parts, gather_keys
 from tests.pool import run_ranks
@@ -62,6 +63,9 @@ def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
         with Events() as forward:
             out = attend_in_parts(attend, kv, group, index, PARTS, keeps_keys)
         num_alive = sum(not storage.expired() for storage in storages)
+        calls = [x for x in gc.get_objects() if type(x).__name__ == "_GatheredKeys"]
+        tensors = [x for x in tree_leaves([vars(call) for call in calls]) if isinstance(x, Tensor)]
+        assert all(x is index for x in tensors), "checkpointing does not see tensors of attributes"
         with Events() as backward:
             out.square().sum().backward()
         del out

@@ -50,7 +50,7 @@ def row_chunks(batch: Batch, ranks: int, rank: int, tail: int) -> RowChunks:
 
     Raises DataError if a chunk is shorter than that.
     """
-    assert batch.context is not None
+    assert batch.context is not None and batch.context.is_two_chunks, "states go from chunk to chunk"
     (rows, seq), device, columns = batch.tokens.shape, batch.tokens.device, batch.context.columns
     starts = None if batch.documents is None else batch.documents.cu_seqlens
     full = torch.ones(seq, rows, dtype=torch.int32, device=device)

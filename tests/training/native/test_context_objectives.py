@@ -15,7 +15,7 @@ from tests.methods.reinforcement.toy import assert_same_steps, for_pairs, steps_
 from tests.methods.reward.test_runs import reward_data, values_of
 from tests.methods.unlearning.test_runs import DIFFERENCE, NPO_BY_DOCUMENT
 from tests.pool import run_ranks
-from tests.training.native.test_context_parallel import CP2, CP4, GATHER, PP2, RING, ULYSSES
+from tests.training.native.test_context_parallel import CP2, CP4, DOCUMENTS, GATHER, MODELS, PP2, RING, ULYSSES
 from tests.training.runs import ADAMW, LLAMA, SP2, Curve, assert_alike, cells, config, curves_of, run_to_end
 
 # What these tests depend on and no import names (tests/import_graph.py).
@@ -46,6 +46,7 @@ def objectives(folder: Path) -> dict[str, dict[str, Any]]:
         "npo": config(LLAMA, ADAMW, NPO_BY_DOCUMENT, small),
         "reward": values_of(reward_data(folder), PADDED, small, train_micro_batch_size_per_gpu=1),
         **distillations,
+        "distillation, hybrid teacher": student(str(folder / "hybrid"), DOCUMENTS),
     }
 
 
@@ -53,6 +54,8 @@ def objectives(folder: Path) -> dict[str, dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("objectives")
     run_ranks(run_to_end, 1, teacher_keys(save=str(folder / "teacher"), checkpoint_factor=6))
+    hybrid = config(MODELS["hybrid"], train_iters=1, save=str(folder / "hybrid"), checkpoint_factor=1)
+    run_ranks(run_to_end, 1, hybrid)  # reads two chunks of the columns; its student's documents are packed
     return objectives(folder)
 
 
