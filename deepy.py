@@ -55,6 +55,10 @@ def main() -> int:
             from megatron.pipelines.command import main as pipeline
 
             return pipeline(sys.argv[2:])
+        if sys.argv[1:2] == ["plan"]:
+            from megatron.planning.command import main as plan
+
+            return plan(sys.argv[2:], install_root())
         command = parse_deepy(read_hf_model=hf_model_keys, preset_root=install_root())
         if command.presets:
             print(

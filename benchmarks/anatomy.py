@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.fake and options.only != "native":
         parser.error("--fake works only with --only native")
     if options.fake:
-        from tests.fake.shim import build, lacking, preload
+        from megatron.planning.fake_cuda.shim import build, lacking, preload
 
         if (reason := lacking()) is not None:
             raise SystemExit(f"anatomy.py: {reason}")

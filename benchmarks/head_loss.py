@@ -179,7 +179,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if options.fake:
-        from tests.fake.runs import fake_cuda
+        from megatron.planning.fake_cuda.devices import fake_cuda
 
         with fake_cuda(), FakeTensorMode():
             ways, input_tensors = passes(options, "cuda")
@@ -230,7 +230,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     if options.fake:
-        from tests.fake.shim import build, lacking, preload
+        from megatron.planning.fake_cuda.shim import build, lacking, preload
 
         if (reason := lacking()) is not None:
             raise SystemExit(f"--fake: {reason}")

@@ -190,15 +190,16 @@ def measured(options: argparse.Namespace, step_argv: list[str]) -> dict[str, Any
 def count_fake_step(options: argparse.Namespace, step_argv: list[str]) -> dict[str, Any]:
     """Returns the report of a step on a fake GPU, where each operation takes the time of its floor."""
     import megatron.mpu
+    from megatron.planning.fake_cuda.devices import DEVICE, fake_cuda, process_group
     from megatron.training.native.engine import NativeEngine
     from megatron.training.setup import build_engine
     from tests.fake.layouts import Case
-    from tests.fake.runs import DEVICE, FakeTensorMode, fake_cuda, make_batch, process_group
+    from tests.fake.runs import FakeTensorMode, make_batch
 
     chosen = train_throughput.parse([*step_argv, "--only", options.only, "--device", "cpu", "--precision", "bf16"])
     chosen.device, case = "cuda", Case()
     rates = Rates(options.rates[0] * 1e12, options.rates[1] * 1e12)
-    with fake_cuda(case.capability), process_group(case):
+    with fake_cuda(case.capability), process_group(case.rank, case.world):
         args = train_throughput.settings(chosen, 0, "native").replace(compile=False)
         groups, dispatched = (
             megatron.mpu.build_groups(pipe=1, data=1, tensor=1, device=DEVICE),

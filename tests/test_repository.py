@@ -18,7 +18,7 @@ ROOMS = (
     ("process",), ("neox_arguments",), ("distributed", "mpu", "data", "tokenizer"),
     ("model", "objectives", "checkpointing", "callbacks"),
     ("launch", "training", "generation", "evaluation", "operations", "pipelines"),
-    ("methods",),
+    ("methods", "planning"),
 )  # fmt: skip
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # Rooms that may import less, or one neighbour more, than their floor says.

@@ -55,9 +55,9 @@ def _long_documents(starts: np.ndarray, seq: int, shortest: int) -> np.ndarray:
     if shortest < 2:
         return starts
     is_long = np.diff(np.append(starts, seq)) >= shortest
-    is_kept = is_long | (np.diff(starts // shortest, prepend=-1) != 0)
-    is_kept[1:] |= is_long[:-1]
-    return starts[is_kept]
+    begins_segment = is_long | (np.diff(starts // shortest, prepend=-1) != 0)
+    begins_segment[1:] |= is_long[:-1]
+    return starts[begins_segment]
 
 
 def _divisions(costs: np.ndarray, starts: np.ndarray, ranks: int, places: int) -> Iterator[np.ndarray]:

@@ -17,6 +17,7 @@ from megatron.neox_arguments.validation.consistency import (
     validate,
     validate_evaluation,
     validate_generation,
+    validate_planning,
     validate_serving,
     validate_training,
 )
@@ -118,6 +119,11 @@ class NeoXArgs(GPTNeoXMethods):
     def check_training(self) -> "NeoXArgs":
         """Returns this object if all keys that training needs are set and valid. Raises ConfigError."""
         return self._check(validate_training(self))
+
+    def check_planning(self) -> "NeoXArgs":
+        """Returns this object if `deepy.py plan` can read the model and its batch from it. Raises
+        ConfigError."""
+        return self._check(validate_planning(self))
 
     def check_generation(self) -> "NeoXArgs":
         """Returns this object if all keys that text generation needs are set and valid. Raises

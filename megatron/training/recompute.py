@@ -95,8 +95,8 @@ def recomputed_blocks(stage: Stage, args: NeoXArgs) -> list[int]:
     if args.recompute_granularity == "selective":
         return [spec.index for number, spec in enumerate(stage.blocks) if number % args.recompute_every == 0]
     blocks = [[spec.index for spec in chunk if isinstance(spec, BlockSpec)] for chunk in stage.chunks]
-    size, every = args.checkpoint_num_layers, args.recompute_every
-    return [index for chunk in blocks for number, index in enumerate(chunk) if number // size % every == 0]
+    size, interval = args.checkpoint_num_layers, args.recompute_every
+    return [index for chunk in blocks for number, index in enumerate(chunk) if number // size % interval == 0]
 
 
 def selective_checkpoint(function: Callable[[Tensor], Any], x: Tensor) -> Any:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.planning.fake_cuda.shim import preload
 from tests.fake.layouts import Case
-from tests.fake.shim import preload
 
 
 class FakeCuda:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.planning.fake_cuda.shim import build, lacking
 from tests.fake.client import FakeCuda
-from tests.fake.shim import build, lacking
 
 
 @pytest.fixture(scope="session")

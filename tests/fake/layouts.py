@@ -22,7 +22,8 @@ class Case:
     none: one step of whole rows. pairs: rows, or documents, are chosen and rejected answers. prefixes: for
     each step how many tokens of the one before each document of its rows begins with. inference: after the
     step, texts are scored and generated. validates: every batch is scored after its step. native: the step is
-    the native engine's, with its optimizer; else all but the update, by hand. mistake: a name of
+    the native engine's, with its optimizer; else all but the update, by hand. planned: the report is that of
+    `planning.dry_run`. mistake: a name of
     `mistakes.MISTAKES`. capability: CUDA's, of the GPU.
     """
 
@@ -35,6 +36,7 @@ class Case:
     inference: bool = False
     validates: bool = False
     native: bool = False
+    planned: bool = False
     mistake: str = ""
     capability: tuple[int, int] = (9, 0)
 

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 import megatron.data.batch
 import megatron.model.embedding
 import megatron.model.init
+import megatron.model.stage
 import megatron.mpu
 import megatron.mpu.layers
 from megatron.data.batch import Documents
 from megatron.model import Stage
 from megatron.model.attention import AttentionBackends
 from megatron.mpu import ParallelGroups
+from megatron.planning.fake_cuda.streams import FakeStream
 from megatron.training.engine import StepLoss
 from megatron.training.native import update_schedule
+from megatron.training.native.pipeline import Links
 from megatron.training.native.update_schedule import UpdateSchedule
-from tests.fake.streams import FakeStream
 
 
 @contextlib.contextmanager
@@ -54,6 +56,19 @@ def skipped_on_odd_ranks(original: Any, summand: Tensor, *args: Any) -> Tensor:
     return summand if torch.distributed.get_rank() % 2 == 1 else original(summand, *args)
 
 
+def layer_missing_on_second_stage(original: Any, args: Any, stages: int) -> Any:
+    parts = original(args, stages)
+    return [parts[0], parts[1][1:], *parts[2:]] if torch.distributed.get_rank() > 0 else parts
+
+
+def not_received_by_second_stage(original: Any, links: Any, buffer: Tensor, sender: int) -> Any:
+    return None if links._rank == 1 and buffer.dim() > 1 else original(links, buffer, sender)
+
+
+def sent_in_fp32(original: Any, links: Any, tensor: Tensor, receiver: int) -> Any:
+    return original(links, tensor.float() if links._rank == 0 and tensor.dim() > 1 else tensor, receiver)
+
+
 def wide_starts(original: Any, *args: Any) -> Any:
     inputs = original(*args)
     return inputs._replace(cu_seqlens=inputs.cu_seqlens.long())
@@ -80,6 +95,9 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "item in the loss": lambda: patched(StepLoss, "scaled_loss", item_in_loss),
     "swapped groups": lambda: patched(megatron.mpu, "build_groups", swapped),
     "skipped collective": lambda: patched(megatron.mpu.layers, "sum_over_ranks", skipped_on_odd_ranks),
+    "odd stage split": lambda: patched(megatron.model.stage, "partition_layers", layer_missing_on_second_stage),
+    "missing receive": lambda: patched(Links, "receive", not_received_by_second_stage),
+    "wrong dtype": lambda: patched(Links, "send", sent_in_fp32),
     "int64 cu_seqlens": lambda: patched(Stage, "attention_inputs", wide_starts),
     "documents by tokens": lambda: patched(megatron.data.batch, "document_starts", padded_starts),
     "mask of seq x seq": lambda: patched(AttentionBackends, "form", lambda original, *args: None),

@@ -9,9 +9,9 @@ kernels reserve within is not seen.
 import sys
 from typing import Any
 
+from megatron.planning.fake_cuda.shim import build, lacking
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import BIG, LLAMA_13B, Case
-from tests.fake.shim import build, lacking
 
 LLAMA_70B: dict[str, Any] = {**BIG, "num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_kv_heads": 8,
                              "intermediate_size": 28672, "padded_vocab_size": 128256, "seq_length": 4096,

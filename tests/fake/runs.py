@@ -1,22 +1,14 @@
 """Running a case where the shim is loaded: the run's set-up, and a step as far as fake tensors go."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial, partialmethod
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch._dynamo.utils
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron.mpu
 from megatron.data.batch import Batch, collate
@@ -26,6 +18,17 @@ from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs
+from megatron.planning.dry_run import run_rank
+from megatron.planning.fake_cuda.devices import (
+    DEVICE,
+    fake_cuda,
+    local_bytes,
+    process_group,
+    resizes_seen,
+    shared_out_evenly,
+)
+from megatron.planning.fake_cuda.observer import Observer
+from megatron.planning.fake_cuda.streams import Streams
 from megatron.training.engine import Engine, StepLoss
 from megatron.training.native.engine import NativeEngine
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
@@ -33,19 +36,19 @@ from megatron.training.optimizers import clip_gradients, gradient_norm
 from megatron.training.setup import build_engine
 from tests.fake.layouts import MODEL, Case
 from tests.fake.mistakes import MISTAKES
-from tests.fake.observer import Observer
-from tests.fake.streams import FakeStream, Streams
 
-DEVICE = torch.device("cuda", 0)
 EOD = 0
 
 
 def run(case: Case) -> dict[str, Any]:
     """Returns the observations of a case; `error` names what stopped it and our line."""
+    mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
+    if case.planned:
+        with mistake:
+            return asdict(run_rank(NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world), case.rank))
     streams, report = Streams(), dict[str, Any](error=None)
     observer = Observer(streams)
-    mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
-    with fake_cuda(case.capability, streams), resizes_seen(observer), process_group(case), mistake:
+    with fake_cuda(case.capability, streams), resizes_seen(observer), process_group(case.rank, case.world), mistake:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
@@ -60,7 +63,8 @@ def run(case: Case) -> dict[str, Any]:
                     _run(case, args, groups, observer, report)
         except Exception as problem:
             report["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
-    return report | {"findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
+    collectives = [collective.summary for collective in observer.collectives]
+    return report | {"findings": observer.findings, "collectives": collectives, "kernels": observer.kernels,
                    "varlen": observer.varlen,
                    "scaled": [[*call, times] for call, times in observer.scaled.items()]}  # fmt: skip
 
@@ -117,11 +121,6 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         report["compiled again"], report["calls compiled"] = compiled(), calls_compiled()
 
 
-def local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
-
-
 def compiled() -> dict[str, int]:
     """How many graphs dynamo has compiled, and how often it has broken one."""
     counters = torch._dynamo.utils.counters
@@ -130,86 +129,6 @@ def compiled() -> dict[str, int]:
 
 def calls_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["calls_captured"]
-
-
-@contextlib.contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = None) -> Iterator[None]:
-    """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
-    streams = streams or Streams()
-    values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
-    values |= {"get_device_capability": tuple(capability), "is_bf16_supported": True}
-    values |= {"is_current_stream_capturing": False, "get_rng_state": torch.get_rng_state()}
-    values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
-    with contextlib.ExitStack() as stack:
-        for name, value in values.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, _value=value, **kwargs: _value))
-        make_stream = lambda *args, **kwargs: FakeStream(streams)  # noqa: E731
-        stubs = {
-            "Stream": make_stream,
-            "Event": make_stream,
-            "current_stream": lambda *args: streams.current,
-            "stream": streams.on,
-        }
-        for name, stub in stubs.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stub))
-        for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
-            stack.enter_context(mock.patch.object(torch._C, name, lambda *args: 0, create=True))
-        # Seeds are numbers, and generators real.
-        for place in ("megatron.mpu.random", "megatron.model.attention.seeded_attention", "megatron.model.moe.router"):
-            stack.enter_context(mock.patch(f"{place}.fork_seed", lambda seed, device: contextlib.nullcontext()))
-        compiler = partialmethod(nn.Module.compile, backend="aot_eager")
-        stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
-        stack.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
-        # A mesh is a tensor of ranks on the host, which is made before the first step.
-        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", staticmethod(real(DeviceMesh.from_group))))
-        # torch.tensor(.., device=) would copy before a fake tensor is made of it.
-        torch._C._set_only_lift_cpu_tensors(True)
-        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        yield
-
-
-def shared_out_evenly(args: NeoXArgs) -> Any:
-    """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
-    rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
-    rows //= args.context_parallel_size
-    rows_per_rank = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
-    return mock.patch(
-        "megatron.model.moe.dispatch.read_sizes",
-        lambda counts, peer_counts: ([rows_per_rank] * len(counts), [rows_per_rank] * len(peer_counts)),
-    )
-
-
-def real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is run without fake tensors, unseen."""
-
-    def run_real(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run_real
-
-
-@contextlib.contextmanager
-def resizes_seen(observer: Observer) -> Iterator[None]:
-    """`fully_shard` gives weights memory and takes it back without an operation."""
-
-    def resize(storage: torch.UntypedStorage, size: int) -> None:
-        torch._C.StorageBase.resize_(storage, size)
-        observer.resized(storage)
-
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
-        yield
-
-
-@contextlib.contextmanager
-def process_group(case: Case) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class ModelStep(Engine):

@@ -45,6 +45,23 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     return problems
 
 
+def validate_planning(args: ResolvedArgs) -> ErrorCollector:
+    """Returns the problems of a configuration whose run is to be planned. It needs no data or tokenizer."""
+    problems = ErrorCollector(args.origins)
+    _require_batch_size(args, problems)
+    if args.padded_vocab_size is None and args.vocab_file is None and args.tokenizer_type != "CharLevelTokenizer":
+        problems.add("padded_vocab_size", "is required for a plan, unless the keys of a tokenizer are set (vocab_file)")
+    return problems
+
+
+def _require_batch_size(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    if args.train_batch_size is None and args.train_micro_batch_size_per_gpu is None:
+        problems.add(
+            "train_micro_batch_size_per_gpu",
+            "is required (or set train_batch_size, with or without gradient_accumulation_steps)",
+        )
+
+
 def validate_training(args: ResolvedArgs) -> ErrorCollector:
     """Returns the problems of a configuration that matter only to training, such as unset keys that it
     needs."""
@@ -57,11 +74,7 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
         problems.add(
             "data_path", "is required for training (or set train_data_paths, valid_data_paths, test_data_paths)"
         )
-    if args.train_batch_size is None and args.train_micro_batch_size_per_gpu is None:
-        problems.add(
-            "train_micro_batch_size_per_gpu",
-            "is required for training (or set train_batch_size, with or without gradient_accumulation_steps)",
-        )
+    _require_batch_size(args, problems)
     _schedule(args, problems)
     if args.adapter:
         problems.add(

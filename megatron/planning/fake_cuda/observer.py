@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.fake.streams import Streams
+from megatron.planning.fake_cuda.streams import Streams
+from megatron.planning.report import Collective
 
-ROOT = str(Path(__file__).parents[2] / "megatron")
+ROOT = Path(__file__).parents[2]
 MOST_DOCUMENTS = 65_535  # the kernel's grid has a row for each
 # Kernels for documents, and the place of cu_seqlens of queries among their arguments; those of keys and the
 # longest document of both follow.
@@ -33,10 +34,12 @@ COLLECTIVES = {
 
 
 class Observer(TorchDispatchMode):
-    """Records all operations while it is entered. `findings`: mistakes. `collectives`, in their order: (first
-    rank, stride between ranks, ranks, kind, bytes of the full tensor). Also the arguments of varlen kernels,
-    FP8 products as `scaled`, and bytes of storages on the device: `live` and `peak`.
-    streams: records which stream waits for which."""
+    """Records all operations while it is entered.
+
+    findings: mistakes. collectives: in their order. varlen: arguments of kernels for documents. scaled: FP8
+    products. live, peak: bytes of storages on the device.
+    streams: records which stream waits for which.
+    """
 
     supports_higher_order_operators = True
 
@@ -45,7 +48,7 @@ class Observer(TorchDispatchMode):
         self._streams = streams
         self.square: tuple[int, int] | None = None
         self.findings: list[str] = []
-        self.collectives: list[tuple[int, int, int, str, int]] = []
+        self.collectives: list[Collective] = []
         self.kernels: Counter[str] = Counter()
         self.varlen: list[dict[str, Any]] = []
         self.scaled: Counter[tuple[Any, ...]] = Counter()
@@ -144,8 +147,11 @@ class Observer(TorchDispatchMode):
 
     def _note_collective(self, kind: str, args: Any, inputs: list[Tensor], output: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        size = max(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
-        self.collectives.append((*_members(args), kind, size))
+        largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel() * tensor.element_size())
+        size, dtype = largest.numel() * largest.element_size(), str(largest.dtype).removeprefix("torch.")
+        ranks = _members(args)
+        peer = ranks[args[2]] if kind in ("send", "receive") else None
+        self.collectives.append(Collective(ranks, kind, size, dtype, peer))
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -165,25 +171,23 @@ class Observer(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def _members(args: Any) -> tuple[int, int, int]:
-    """(first rank, stride, number of ranks) of the process group among the arguments of a collective."""
+def _members(args: Any) -> tuple[int, ...]:
+    """Returns the global ranks of the process group among the arguments of a collective."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf))
-            break
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf)))
         if isinstance(leaf, str) and leaf not in ("sum", "max"):
-            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(leaf))
-            break
-    stride = ranks[1] - ranks[0]
-    assert ranks == list(range(ranks[0], ranks[-1] + 1, stride))
-    return ranks[0], stride, len(ranks)
+            group = dist.distributed_c10d._resolve_process_group(leaf)  # type: ignore[arg-type]
+            return tuple(dist.get_process_group_ranks(group))
+    raise AssertionError(f"no process group among {args}")
 
 
 def caller_line() -> str:
-    """The nearest line of the package on the stack; autograd's own operations have none."""
+    """Returns the nearest line of the package on the stack; autograd's own operations have none."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(ROOT):
-            return f"{frame.f_code.co_filename.removeprefix(ROOT)[1:]}:{frame.f_lineno}"
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "planning"):
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "autograd"

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("guard.cpp")
-CACHE = Path(__file__).parents[2] / ".pytest_cache" / "fake_cuda"
 
 
 def compiler() -> str | None:
@@ -36,9 +35,10 @@ def build() -> Path:
     torch = _torch_folder()
     version = importlib.metadata.version("torch") + sys.implementation.cache_tag
     key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
-    CACHE.mkdir(parents=True, exist_ok=True)
-    library = CACHE / f"{key}.so"
-    with (CACHE / f"{key}.lock").open("w") as lock:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "neox" / "fake_cuda"
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"{key}.so"
+    with (cache / f"{key}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             unfinished = library.with_suffix(".unfinished")

@@ -1,0 +1,269 @@
+"""Runs `python deepy.py plan`: what ranks of a run need and send, from real steps on fake CUDA."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.neox_arguments import ConfigError, NeoXArgs, UserError
+from megatron.neox_arguments.methods import method_name
+from megatron.neox_arguments.neox_args import load_assignments
+from megatron.neox_arguments.reading.files import parse_overrides
+from megatron.neox_arguments.reading.presets import files_of
+from megatron.planning.checks import problems
+from megatron.planning.ranks import PlanError, ranks_of_axes, ranks_of_stages, run_ranks, strides
+from megatron.planning.report import RankReport
+from megatron.planning.size import ModelSize, model_size
+from megatron.planning.traffic import Traffic, traffic
+from megatron.process.command_parser import CommandParser
+
+_GIB = 2**30
+_EXAMPLES = """\
+examples:
+  python deepy.py plan configs/llama3-1/8B.yml --gpus 64            (memory of a rank of each pipeline stage)
+  python deepy.py plan a.yml b.yml --gpus 64 --gpu-memory 80 --json
+  python deepy.py plan a.yml b.yml --dry-run-ranks 1024             (also: do ranks fit together, or wait for ever?)
+exit code: 0 when nothing is wrong, 1 when ranks do not fit together, or a step does not fit the memory
+"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Facts of a run before it starts.
+
+    micro_batches: of each data rank in the planned step, and in a real one. gpu_memory: bytes; None: unknown.
+    problems: what is wrong with the ranks; none: nothing was found.
+    """
+
+    args: NeoXArgs
+    size: ModelSize
+    micro_batches: tuple[int, int]
+    gpus_per_node: int
+    gpu_memory: int | None
+    reports: tuple[RankReport, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def fits_memory(self) -> bool:
+        return self.gpu_memory is None or all(r.step_bytes <= self.gpu_memory for r in self.reports)
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """The collectives of the first rank."""
+        return traffic(self.reports[0], self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """A rank of the planned run, as `distributed.rendezvous.Process`."""
+
+    world_size: int
+    local_world_size: int
+    rank: int = 0
+    local_rank: int = 0
+    master_addr: str = "localhost"
+    master_port: int = 0
+
+    @property
+    def on_one_machine(self) -> bool:
+        return self.world_size <= self.local_world_size
+
+
+def main(argv: Sequence[str], preset_root: Path) -> int:
+    """Plans the run that the command line names, and prints the plan. Returns the exit code."""
+    try:
+        options = _parser().parse_intermixed_args(argv)
+        plan = make_plan(options, preset_root)
+    except UserError as problem:
+        sys.stderr.write(problem.error_lines("deepy.py plan"))
+        return 1
+    print(json.dumps(as_json(plan), indent=1) if options.json else "\n".join(lines(plan)))
+    return 0 if plan.fits_memory and not plan.problems else 1
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="deepy.py plan", epilog=_EXAMPLES,
+        description="Tell what a run needs before it starts: parameters, FLOPs, memory of each stage, what ranks send. "
+        "The real set-up and step run on fake tensors, so no GPU, data or checkpoint is needed. Blocks are not "
+        "compiled: compiled ones keep fewer activations.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("conf_file", nargs="+", help="configuration files, or names of presets")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys that override the files")
+    add("--gpus", type=_positive, metavar="N", help="number of ranks; default: one machine")
+    checks = "groups, layers, order of collectives, messages"
+    add(
+        "--dry-run-ranks",
+        type=_positive,
+        metavar="N",
+        help=f"like --gpus; also check that ranks fit together: {checks}",
+    )
+    add("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs of a machine; default: 8")
+    add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU: does a step fit?")
+    cores = os.cpu_count() or 1
+    add(
+        "--processes",
+        type=_positive,
+        default=cores,
+        metavar="N",
+        help="ranks that run side by side; default: all cores",
+    )
+    add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return int(text)
+
+
+def make_plan(options: argparse.Namespace, preset_root: Path) -> Plan:
+    """Raises UserError if the configuration cannot be planned."""
+    if options.gpus is not None and options.dry_run_ranks is not None:
+        raise PlanError("--gpus and --dry-run-ranks both name the number of ranks; give one")
+    files, _ = files_of(options.conf_file, preset_root=preset_root)
+    args = load_assignments(files, parse_overrides(options.set, "--set")).check_planning()
+    world = options.dry_run_ranks or options.gpus or options.gpus_per_node
+    args, planned = planned_args(args, world, min(options.gpus_per_node, world))
+    ranks = ranks_of_stages(planned) if options.dry_run_ranks is None else ranks_of_axes(planned)
+    reports = []
+    for report in run_ranks(planned, ranks, options.processes):
+        reports.append(report)
+        if sys.stderr.isatty():
+            print(f"\rrank {len(reports)} of {len(ranks)}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    micro_batches = planned.gradient_accumulation_steps, args.gradient_accumulation_steps
+    memory = None if options.gpu_memory is None else int(options.gpu_memory * _GIB)
+    problem_lines = tuple(problems(planned, reports))
+    return Plan(args, model_size(args), micro_batches, options.gpus_per_node, memory, tuple(reports), problem_lines)
+
+
+def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXArgs, NeoXArgs]:
+    """Returns the configuration on `world` ranks, and that of the step that is planned.
+
+    The planned step is not compiled, and has at most as many micro-batches as pipeline ranks hold at once.
+    Raises ConfigError for what cannot be planned yet.
+    """
+    from megatron.mpu import settle_context
+    from megatron.tokenizer import build_tokenizer, with_vocabulary
+
+    if args.engine == "deepspeed":
+        raise args.error("engine", "deepspeed cannot be planned; set engine: native")
+    if (name := method_name(args)) != "language_modelling":
+        raise ConfigError([f"deepy.py plan: {name} cannot be planned yet; only language modelling and SFT"])
+    if args.padded_vocab_size is None:
+        args = with_vocabulary(args, build_tokenizer(args))
+    args = args.for_world(world)
+    args = settle_context(args, PlannedProcess(world, gpus_per_node), lambda line: print(line, file=sys.stderr))
+    held = 2 * args.pp if args.stages_per_rank > 1 else args.pp + 1
+    micro_batches = min(args.gradient_accumulation_steps, held if args.pp > 1 else 2)
+    planned = args.replace(
+        compile=False, train_batch_size=None, train_micro_batch_size_per_gpu=args.train_micro_batch_size_per_gpu,
+        gradient_accumulation_steps=micro_batches, distributed_backend="nccl",
+    )  # fmt: skip
+    return args, planned.for_world(world)
+
+
+# -- output --------------------------------------------------------------------------------------------------
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns the plan for `--json`. Sizes are bytes."""
+    ranks = [
+        {"rank": r.rank, "coordinates": dict(r.coordinates), "layers": list(r.layers), **_memory(r), "notes": r.notes}
+        for r in plan.reports
+    ]
+    planned, real = plan.micro_batches
+    return {
+        "model": plan.size._asdict(), "world_size": plan.args.world_size,
+        "layout": {axis: size for axis, (_, size) in strides(plan.args).items()},
+        "micro_batches": real, "planned_micro_batches": planned, "ranks": ranks,
+        "sent": [row._asdict() for row in plan.traffic], "gpu_memory": plan.gpu_memory, "fits": plan.fits_memory,
+        "problems": list(plan.problems),
+    }  # fmt: skip
+
+
+def _memory(report: RankReport) -> Mapping[str, int]:
+    names = {part: part.replace(" ", "_") for part in report.parts}
+    return {**{names[part]: size for part, size in report.parts.items()}, "between_steps": report.kept_bytes,
+            "construction": report.construction_bytes, "step": report.step_bytes}  # fmt: skip
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Yields the lines of the plan for people."""
+    args, size = plan.args, plan.size
+    active, trained = f"{_count(size.active)} of them active for a token", f"{_count(size.trained)} trained"
+    yield f"parameters: {_count(size.total)}, {active}, {trained}"
+    yield (
+        f"FLOPs of a step: {size.flops:.3g} exactly, {size.neox_flops:.3g} by GPT-NeoX's formula; "
+        f"{_count(size.tokens)} tokens"
+    )
+    layout = " x ".join(f"{axis} {count}" for axis, (_, count) in strides(args).items() if count > 1)
+    planned, real = plan.micro_batches
+    yield f"layout: {args.world_size} ranks{f': {layout}' if layout else ''}; ZeRO {args.zero_stage}"
+    steps = f"{planned} micro-batches" + (f" (the run has {real}; no more are held at once)" if real > planned else "")
+    yield f"planned: {len(plan.reports)} ranks, each a step of {steps}"
+    yield ""
+    yield from _memory_lines(plan)
+    yield ""
+    yield f"a rank sends in this step (rank {plan.reports[0].rank}):"
+    rows = [
+        (row.axis, row.kind, f"{row.calls:,}", f"{row.size / _GIB:.3f}", "within" if row.is_local else "between")
+        for row in plan.traffic
+    ]
+    yield from _table(("to ranks along", "collective", "calls", "GiB", "machines"), rows)
+    for note in dict.fromkeys(note for report in plan.reports for note in report.notes):
+        yield f"note: {note}"
+    if plan.problems:
+        yield from (f"problem: {problem}" for problem in plan.problems)
+    elif len(plan.reports) > 1:
+        yield "groups, layers, order of collectives and messages agree on these ranks"
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    yield "memory in GiB, without what the allocator, CUDA and NCCL take:"
+    parts = [part for part in plan.reports[0].parts]
+    stages = {report.coordinates.get("pipe", 0): report for report in reversed(plan.reports)}
+    rows = []
+    for stage, report in sorted(stages.items()):
+        other_bytes = report.kept_bytes - sum(report.parts.values())
+        sizes = [report.parts.get(part, 0) for part in parts]
+        columns = [
+            *sizes,
+            other_bytes,
+            report.step_bytes - report.kept_bytes,
+            report.step_bytes,
+            report.construction_bytes,
+        ]
+        rows.append(
+            (f"{stage}", f"{report.rank}", f"{len(report.layers)}", *(f"{size / _GIB:.2f}" for size in columns))
+        )
+    heads = ("stage", "rank", "layers", *parts, "other", "activations", "step", "construction")
+    yield from _table(heads, rows)
+    if plan.gpu_memory is not None:
+        largest = max(report.step_bytes for report in plan.reports)
+        verdict = "fits" if plan.fits_memory else "does not fit"
+        yield f"the largest step, {largest / _GIB:.2f} GiB, {verdict} {plan.gpu_memory / _GIB:.2f} GiB"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+    for row in (heads, *rows):
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _count(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,99 @@
+"""`deepy.py plan`: what it prints for people and as JSON, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.launch import install_root
+from megatron.planning.command import main
+from megatron.planning.fake_cuda import shim
+from megatron.planning.ranks import expected_groups, ranks_of_axes
+from megatron.planning.report import Collective
+from megatron.planning.traffic import sent_bytes
+from tests.fake.layouts import HIDDEN, MODEL, VOCAB
+from tests.training.layout_runs import args_of
+
+# What these tests depend on and no import names: spawned processes run it.
+DEPENDS_ON = ("megatron.planning.dry_run",)
+needs_compiler = pytest.mark.skipif(shim.lacking() is not None, reason=f"left out: {shim.lacking()}")
+
+
+@pytest.fixture
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command on `MODEL` and further keys; returns the exit code and both outputs."""
+
+    def run(*flags: str, **keys: Any) -> tuple[int, str, str]:
+        file = tmp_path / "model.yml"
+        file.write_text(yaml.safe_dump({**MODEL, **keys}))
+        code = main([str(file), *flags], install_root())
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@needs_compiler
+def test_two_stages(plan: Callable[..., tuple[int, str, str]]) -> None:
+    """Every stage has a line; sizes are those of the parameters, by hand."""
+    pipeline = {"pipe_parallel_size": 2, "model_parallel_size": 2, "gradient_accumulation_steps": 8}
+    code, out, _ = plan("--gpus", "8", "--json", "--gpu-memory", "0.001", **pipeline)
+    report = json.loads(out)
+    block = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * MODEL["intermediate_size"] + 2 * HIDDEN
+    total = 2 * block + 2 * VOCAB * HIDDEN + HIDDEN
+    assert report["model"]["total"] == report["model"]["active"] == report["model"]["trained"] == total
+    assert report["layout"] == {"tensor": 2, "context": 1, "data": 2, "pipe": 2} and report["world_size"] == 8
+    assert (report["micro_batches"], report["planned_micro_batches"]) == (8, 3)
+    stage_0, stage_1 = report["ranks"]
+    assert [layer for rank in (stage_0, stage_1) for layer in rank["layers"]] == [0, 2, 3, 5, 6]
+    norms = 2 * HIDDEN  # not sharded
+    assert stage_0["weights"] == 2 * ((block - norms + VOCAB * HIDDEN) // 2 + norms)
+    assert stage_0["step"] > stage_0["between_steps"] >= stage_0["weights"] + stage_0["optimizer_states"]
+    assert not report["fits"] and code == 1 and report["problems"] == []
+    kinds = {(row["axis"], row["kind"]) for row in report["sent"]}
+    assert {("tensor", "all_reduce"), ("pipe", "send")} <= kinds
+
+
+@pytest.mark.more
+@needs_compiler
+def test_lines_of_a_dry_run(plan: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = plan("--dry-run-ranks", "4", "--gpus-per-node", "2", model_parallel_size=2, compile="block")
+    assert code == 0
+    lines = out.splitlines()
+    assert any("4 ranks" in line for line in lines) and any("agree" in line for line in lines)
+    axes = {line.split()[0]: line.split()[-1] for line in lines if "all_reduce" in line}
+    assert axes["tensor"] == "within" and axes["data"] == "between"
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys", "facts"),
+    [
+        ((), {"engine": "deepspeed"}, ("engine", "deepspeed", "native")),
+        ((), {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked"},
+         ("preferences", "language modelling")),
+        ((), {"padded_vocab_size": None}, ("padded_vocab_size", "vocab_file")),
+        ((), {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None},
+         ("train_micro_batch_size_per_gpu",)),
+        (("--gpus", "3"), {"model_parallel_size": 2}, ("model_parallel_size", "3 ranks")),
+        (("--gpus", "2", "--dry-run-ranks", "2"), {}, ("--gpus", "--dry-run-ranks")),
+    ],
+    ids=["engine", "method", "vocabulary", "batch", "layout", "flags"],
+)  # fmt: skip
+def test_refusals(
+    flags: tuple[str, ...], keys: dict[str, Any], facts: tuple[str, ...], plan: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = plan(*flags, **keys)
+    assert code == 1 and out == "" and all(fact in err for fact in facts), err
+
+
+def test_ranks_that_stand_for_all() -> None:
+    args = args_of({**MODEL, "pipe_parallel_size": 2, "model_parallel_size": 2}, {}, 16)
+    assert expected_groups(args, 7) == {"tensor": (6, 7), "context": (7,), "data": (1, 3, 5, 7), "pipe": (7, 15)}
+    assert ranks_of_axes(args) == [0, 1, 2, 4, 6, 8, 15]
+
+
+def test_bytes_that_a_rank_sends() -> None:
+    sizes = {"all_reduce": 150, "all_gather": 75, "reduce_scatter": 75, "all_to_all": 75, "send": 100, "broadcast": 100}
+    assert {kind: sent_bytes(Collective((0, 1, 2, 3), kind, 100, "float32")) for kind in sizes} == sizes
