@@ -18,7 +18,7 @@ from megatron.data.batch import (
 )
 from megatron.data.context_columns import balanced_columns
 from megatron.neox_arguments import ModelArgs
-from megatron.neox_arguments.methods import method_name
+from megatron.neox_arguments.methods import declaration_of
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class ContextLayout:
     def from_args(cls, args: ModelArgs) -> "ContextLayout":
         """Return the layout that a configuration asks for."""
         is_ring, multiple = args.context_parallel_type == "ring", args.tp if args.sequence_parallel else 1
-        # Mamba 2 hands its states from chunk to chunk; a teacher, which reads the same columns, may have it.
-        keeps_documents = not args.mamba_blocks and method_name(args) != "distillation"
+        # Mamba 2 hands its states from chunk to chunk; a second model of the run may have it.
+        keeps_documents = not args.mamba_blocks and not declaration_of(args).has_second_model
         return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple, keeps_documents)
 
     def num_queries(self, seq: int) -> int:

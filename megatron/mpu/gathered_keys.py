@@ -35,12 +35,12 @@ def attend_in_parts(
     if torch.compiler.is_compiling():  # the compiler decides what is kept
         keys, values = gather_keys(tokens, group, index.flatten()).unflatten(0, index.shape).unbind(-3)
         return attend(0, keys, values)
-    gathered = _GatheredKeys(group, index, keeps_keys or not tokens.requires_grad)
+    gathered = _PartGathers(group, index, keeps_keys or not tokens.requires_grad)
     divided = gathered.start(tokens, parts)
     return torch.cat([gathered.attend(attend, number, divided) for number in range(parts)], 2)
 
 
-class _GatheredKeys:
+class _PartGathers:
     """The gathers of one call of attention, forward and backward, and the sums of gradients.
 
     No attribute has a graph: autograd's functions hold this object, and a cycle would keep all memory.
@@ -101,7 +101,7 @@ class _Divided(torch.autograd.Function):
     summing."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, gathered: _GatheredKeys, parts: int) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, tokens: Tensor, gathered: _PartGathers, parts: int) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.gathered = gathered
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in tokens.chunk(parts, 2))
 
@@ -116,7 +116,7 @@ class _GatheredRows(torch.autograd.Function):
     ranks; the gradient it returns is complete when `_Divided` has waited."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, gathered: _GatheredKeys, number: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor, gathered: _PartGathers, number: int) -> Tensor:  # type: ignore[override]
         ctx.gathered, ctx.number = gathered, number
         return gathered.finish_gather(number)
 
@@ -139,7 +139,7 @@ class _Regather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, gathered: _GatheredKeys, number: int, *local: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, out: Tensor, gathered: _PartGathers, number: int, *local: Tensor) -> Tensor:  # type: ignore[override]
         ctx.gathered, ctx.number = gathered, number
         ctx.save_for_backward(*local)
         return out.view_as(out)

@@ -77,6 +77,7 @@ class MethodDeclaration:
     files.
     order_keys: keys that decide the order of prompts, with their values.
     eager_reason: why `compile: auto` does not compile blocks; None: it may compile them.
+    has_second_model: whether a model with other layers reads the micro-batches, too.
     """
 
     trains: Callable[[Any], bool]
@@ -95,6 +96,7 @@ class MethodDeclaration:
     prompt_files: Callable[[Any], tuple[str, ...]] = lambda args: ()
     order_keys: Callable[[Any], dict[str, Any]] = lambda args: {}
     eager_reason: Callable[[Any], str | None] = lambda args: None
+    has_second_model: bool = False
 
 
 def method_module(method: str, name: str) -> ModuleType | None:

@@ -35,7 +35,7 @@ def _group_problems(args: NeoXArgs, reports: Sequence[RankReport]) -> Iterator[s
         for axis, ranks in expected_groups(args, report.rank).items():
             actual = report.groups.get(axis, (report.rank,))
             if actual != ranks:
-                yield f"{_place(report)}: its {axis} group has ranks {_numbers_text(actual)}, not {_numbers_text(ranks)}"
+                yield f"{_place(report)}: its {axis} group has ranks {_joined(actual)}, not {_joined(ranks)}"
 
 
 def _layer_problems(args: NeoXArgs, reports: Sequence[RankReport]) -> Iterator[str]:
@@ -44,8 +44,8 @@ def _layer_problems(args: NeoXArgs, reports: Sequence[RankReport]) -> Iterator[s
     for report in reports:
         same_stage = stage_reports.setdefault(report.coordinates.get("pipe", 0), report)
         if report.layers != same_stage.layers:
-            expected = f"{_place(same_stage)} {_numbers_text(same_stage.layers)}"
-            yield f"{_place(report)} holds layers {_numbers_text(report.layers)}, {expected}"
+            expected = f"{_place(same_stage)} {_joined(same_stage.layers)}"
+            yield f"{_place(report)} holds layers {_joined(report.layers)}, {expected}"
     holders = Counter(layer for report in stage_reports.values() for layer in report.layers)
     for spec in layer_specs(args):
         if holders[spec.index] != 1:
@@ -62,7 +62,7 @@ def _order_problems(reports: Sequence[RankReport]) -> Iterator[str]:
             for number, (a, b) in enumerate(zip_longest(expected, order), 1):
                 if a != b:
                     yield (
-                        f"collective {number} of the group of ranks {_numbers_text(ranks)}: {_place(peer_report)} starts "
+                        f"collective {number} of the group of ranks {_joined(ranks)}: {_place(peer_report)} starts "
                         f"{_described(a)}, {_place(report)} {_described(b)}"
                     )
                     break
@@ -79,8 +79,8 @@ def _message_problems(reports: Sequence[RankReport]) -> Iterator[str]:
             for number, (a, b) in enumerate(zip_longest(sent, received), 1):
                 if a is None or b is None or (a.size, a.dtype) != (b.size, b.dtype):
                     yield (
-                        f"message {number} from {_place(report)} to {_place(rank_reports[peer])}: {_described(a)} is met by "
-                        f"{_described(b)}"
+                        f"message {number} from {_place(report)} to {_place(rank_reports[peer])}: "
+                        f"{_described(a)} is met by {_described(b)}"
                     )
                     break
 
@@ -89,5 +89,5 @@ def _described(collective: Collective | None) -> str:
     return "nothing" if collective is None else f"{collective.kind} of {collective.size:,} bytes in {collective.dtype}"
 
 
-def _numbers_text(numbers: Sequence[int]) -> str:
+def _joined(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) <= 8 else f"{numbers[0]}, {numbers[1]}, .., {numbers[-1]}"

@@ -63,7 +63,7 @@ def in_parts(rank: int, world_size: int, keeps_keys: bool) -> dict[str, Any]:
         with Events() as forward:
             out = attend_in_parts(attend, kv, group, index, PARTS, keeps_keys)
         num_alive = sum(not storage.expired() for storage in storages)
-        calls = [x for x in gc.get_objects() if type(x).__name__ == "_GatheredKeys"]
+        calls = [x for x in gc.get_objects() if type(x).__name__ == "_PartGathers"]
         tensors = [x for x in tree_leaves([vars(call) for call in calls]) if isinstance(x, Tensor)]
         assert all(x is index for x in tensors), "checkpointing does not see tensors of attributes"
         with Events() as backward:

@@ -71,8 +71,7 @@ def test_lines_of_a_dry_run(plan: Callable[..., tuple[int, str, str]]) -> None:
     ("flags", "keys", "facts"),
     [
         ((), {"engine": "deepspeed"}, ("engine", "deepspeed", "native")),
-        ((), {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked"},
-         ("preferences", "language modelling")),
+        ((), {"distillation": {"teacher": "teacher"}}, ("distillation", "language modelling")),
         ((), {"padded_vocab_size": None}, ("padded_vocab_size", "vocab_file")),
         ((), {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None},
          ("train_micro_batch_size_per_gpu",)),
