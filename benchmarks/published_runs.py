@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import yaml
 
+from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import NeoXArgs
-from megatron.planning.gpus import read_gpus
 from megatron.process import run_command
 from megatron.process.command_parser import CommandParser
 from megatron.training.metrics.flops import model_flops

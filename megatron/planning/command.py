@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import ConfigError, NeoXArgs, UserError
 from megatron.neox_arguments.methods import method_name
 from megatron.neox_arguments.neox_args import load_assignments
@@ -25,7 +26,7 @@ _GIB = 2**30
 _EXAMPLES = """\
 examples:
   python deepy.py plan configs/llama3-1/8B.yml --gpus 64            (memory of a rank of each pipeline stage)
-  python deepy.py plan a.yml b.yml --gpus 64 --gpu-memory 80 --json
+  python deepy.py plan a.yml b.yml --gpus 64 --gpu h100 --json
   python deepy.py plan a.yml b.yml --dry-run-ranks 1024             (also: do ranks fit together, or wait for ever?)
 exit code: 0 when nothing is wrong, 1 when ranks do not fit together, or a step does not fit the memory
 """
@@ -104,7 +105,10 @@ def _parser() -> CommandParser:
         help=f"like --gpus; also check that ranks fit together: {checks}",
     )
     add("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs of a machine; default: 8")
-    add("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU: does a step fit?")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--gpu", choices=sorted(read_gpus()), metavar="NAME",
+                        help=f"does a step fit this GPU? {', '.join(read_gpus())}")  # fmt: skip
+    memory.add_argument("--gpu-memory", type=float, metavar="GIB", help="does a step fit a GPU of this memory?")
     cores = os.cpu_count() or 1
     add(
         "--processes",
@@ -140,9 +144,12 @@ def make_plan(options: argparse.Namespace, preset_root: Path) -> Plan:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     micro_batches = planned.gradient_accumulation_steps, args.gradient_accumulation_steps
-    memory = None if options.gpu_memory is None else int(options.gpu_memory * _GIB)
+    memory = options.gpu_memory if options.gpu is None else read_gpus()[options.gpu].memory
     problem_lines = tuple(problems(planned, reports))
-    return Plan(args, model_size(args), micro_batches, options.gpus_per_node, memory, tuple(reports), problem_lines)
+    return Plan(
+        args, model_size(args), micro_batches, options.gpus_per_node, None if memory is None else int(memory * _GIB),
+        tuple(reports), problem_lines,
+    )  # fmt: skip
 
 
 def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXArgs, NeoXArgs]:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.published_runs import args_of, read_rows, tflops
-from megatron.planning.gpus import read_gpus
+from megatron.launch.gpus import read_gpus
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

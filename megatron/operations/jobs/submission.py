@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError, install_root
+from megatron.launch.gpus import gpu_named
 from megatron.launch.site import site_nodes, starts_from_a_model
 from megatron.operations.jobs.failures import UNKNOWN, Failure, classify
 from megatron.operations.jobs.joblog import last_lines
@@ -28,10 +29,6 @@ _PATIENCE_S = 60.0  # seconds that a running job may look crashed: a library may
 _SAY_EVERY_S = 30.0
 _LAST = 25  # lines at the end of a log that are shown if no line explains the failure
 _WIDTH = 200  # characters of a line in the report
-# Dense bf16 TFLOP/s of one device, from the vendors' data sheets, without variants of the same name that have
-# another peak (H100 PCIe, NVL).
-PEAKS = {"A40": 149.7, "A100": 312.0, "L40S": 362.0, "GH200": 989.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-_DIFFERENT_PEAK = ("PCIe", "NVL")
 
 
 @dataclass(frozen=True)
@@ -228,12 +225,10 @@ def share_of_peak(row: Row) -> str:
     if row.utilization is not None:
         return f"{row.utilization:.1%} of peak (peak_theoretical_tflops)"
     name = row.device or ""
-    words = name.replace("-", " ").split()
-    peak = next((value for model, value in PEAKS.items() if model in words), None)
-    has_other_peak = "H100" in words and any(variant in name for variant in _DIFFERENT_PEAK)
-    if peak is None or row.model_flops is None or has_other_peak:
+    gpu = gpu_named(name)
+    if gpu is None or row.model_flops is None:
         return "share of peak unknown: set peak_theoretical_tflops"
-    return f"{row.model_flops / (peak * 1e12):.1%} of peak ({peak:g} dense bf16 TFLOP/s of {name})"
+    return f"{row.model_flops / (gpu.bf16 * 1e12):.1%} of peak ({gpu.bf16:g} dense bf16 TFLOP/s of {name})"
 
 
 def write_report(

@@ -165,9 +165,9 @@ def test_a_lock_of_a_process_of_this_machine_that_is_gone(tmp_path: Path) -> Non
 
 def test_share_of_peak() -> None:
     assert share_of_peak(replace(ROW, utilization=0.412)) == "41.2% of peak (peak_theoretical_tflops)"
-    half = replace(ROW, model_flops=494.5e12)
+    half = replace(ROW, model_flops=494.7e12)
     for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"):
-        assert share_of_peak(replace(half, device=device)) == f"50.0% of peak (989 dense bf16 TFLOP/s of {device})"
+        assert share_of_peak(replace(half, device=device)) == f"50.0% of peak (989.4 dense bf16 TFLOP/s of {device})"
     assert share_of_peak(replace(ROW, model_flops=156e12, device="NVIDIA A100-SXM4-80GB")).startswith("50.0% of peak")
     for device in (None, "cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A10"):
         assert share_of_peak(replace(half, device=device)) == "share of peak unknown: set peak_theoretical_tflops"
