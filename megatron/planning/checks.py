@@ -1,4 +1,7 @@
-"""Compares the ranks of a dry run: would they wait for each other for ever, or exchange the wrong tensors?"""
+"""Compares the ranks of a dry run: do they start the same collectives, and exchange the same tensors?
+
+The order in which a rank waits for what it has started is not known, so not every deadlock is found.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +21,7 @@ def problems(args: NeoXArgs, reports: Sequence[RankReport]) -> list[str]:
     return [
         *_group_problems(args, reports),
         *_layer_problems(args, reports),
+        *_creation_problems(reports),
         *_order_problems(reports),
         *_message_problems(reports),
     ]
@@ -38,6 +42,16 @@ def _group_problems(args: NeoXArgs, reports: Sequence[RankReport]) -> Iterator[s
                 yield f"{_place(report)}: its {axis} group has ranks {_joined(actual)}, not {_joined(ranks)}"
 
 
+def _creation_problems(reports: Sequence[RankReport]) -> Iterator[str]:
+    """torch names a process group by the number of groups before it, so ranks must create equally many."""
+    for report in reports[1:]:
+        if report.num_groups != reports[0].num_groups:
+            yield (
+                f"{_place(report)} creates {report.num_groups} process groups, {_place(reports[0])} "
+                f"{reports[0].num_groups}"
+            )
+
+
 def _layer_problems(args: NeoXArgs, reports: Sequence[RankReport]) -> Iterator[str]:
     """Each layer is on one pipeline rank, the same for all ranks of a stage."""
     stage_reports: dict[int, RankReport] = {}
@@ -53,40 +67,58 @@ def _layer_problems(args: NeoXArgs, reports: Sequence[RankReport]) -> Iterator[s
 
 
 def _order_problems(reports: Sequence[RankReport]) -> Iterator[str]:
-    """All ranks of a group start the same collectives in it, in one order."""
-    group_orders: dict[tuple[int, ...], tuple[RankReport, list[Collective]]] = {}
-    for report in reports:
-        for ranks in {collective.ranks for collective in report.collectives}:
-            order = [c for c in report.collectives if c.ranks == ranks and c.peer is None]
-            peer_report, expected = group_orders.setdefault(ranks, (report, order))
-            for number, (a, b) in enumerate(zip_longest(expected, order), 1):
+    """All ranks of a group start the same collectives in it, in one order, from the set-up on."""
+    orders = {report.rank: _orders(report) for report in reports}
+    for ranks in dict.fromkeys(ranks for order in orders.values() for ranks in order):
+        members = [report for report in reports if report.rank in ranks]
+        expected = orders[members[0].rank].get(ranks, [])
+        for report in members[1:]:
+            for number, (a, b) in enumerate(zip_longest(expected, orders[report.rank].get(ranks, [])), 1):
                 if a != b:
                     yield (
-                        f"collective {number} of the group of ranks {_joined(ranks)}: {_place(peer_report)} starts "
+                        f"collective {number} of the group of ranks {_joined(ranks)}: {_place(members[0])} starts "
                         f"{_described(a)}, {_place(report)} {_described(b)}"
                     )
                     break
 
 
+def _orders(report: RankReport) -> dict[tuple[int, ...], list[Collective]]:
+    """Returns the collectives of a rank by the ranks of their group."""
+    orders: dict[tuple[int, ...], list[Collective]] = {}
+    for collective in (*report.setup, *report.collectives):
+        if collective.peer is None:
+            orders.setdefault(collective.ranks, []).append(collective)
+    return orders
+
+
 def _message_problems(reports: Sequence[RankReport]) -> Iterator[str]:
     """A rank receives all that another sends it, in the same order."""
-    rank_reports = {report.rank: report for report in reports}
+    messages: dict[tuple[str, int, int], list[Collective]] = {}
     for report in reports:
-        peers = {collective.peer for collective in report.collectives if collective.peer is not None}
-        for peer in sorted(peers & rank_reports.keys()):
-            sent = [c for c in report.collectives if c.kind == "send" and c.peer == peer]
-            received = [c for c in rank_reports[peer].collectives if c.kind == "receive" and c.peer == report.rank]
-            for number, (a, b) in enumerate(zip_longest(sent, received), 1):
-                if a is None or b is None or (a.size, a.dtype) != (b.size, b.dtype):
-                    yield (
-                        f"message {number} from {_place(report)} to {_place(rank_reports[peer])}: "
-                        f"{_described(a)} is met by {_described(b)}"
-                    )
-                    break
+        for collective in (*report.setup, *report.collectives):
+            if collective.peer is not None:
+                ends = (report.rank, collective.peer)
+                key = collective.kind, *(ends if collective.kind == "send" else ends[::-1])
+                messages.setdefault(key, []).append(collective)
+    rank_reports = {report.rank: report for report in reports}
+    for sender, receiver in dict.fromkeys((sender, receiver) for _, sender, receiver in messages):
+        if sender not in rank_reports or receiver not in rank_reports:
+            continue
+        sent, received = (messages.get((kind, sender, receiver), []) for kind in ("send", "receive"))
+        for number, (a, b) in enumerate(zip_longest(sent, received), 1):
+            if a is None or b is None or (a.size, a.dtype) != (b.size, b.dtype):
+                yield (
+                    f"message {number} from {_place(rank_reports[sender])} to {_place(rank_reports[receiver])}: "
+                    f"{_described(a)} is met by {_described(b)}"
+                )
+                break
 
 
 def _described(collective: Collective | None) -> str:
-    return "nothing" if collective is None else f"{collective.kind} of {collective.size:,} bytes in {collective.dtype}"
+    if collective is None:
+        return "nothing"
+    source = "" if collective.source is None else f" with number {collective.source} of the group as source"
+    return f"{collective.kind} of {collective.size:,} bytes in {collective.dtype}{source}"
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,15 +20,21 @@ from megatron.planning.checks import problems
 from megatron.planning.ranks import PlanError, ranks_of_axes, ranks_of_stages, run_ranks, strides
 from megatron.planning.report import RankReport
 from megatron.planning.size import ModelSize, model_size
-from megatron.planning.traffic import Traffic, traffic
+from megatron.planning.traffic import Traffic, extrapolated, traffic
 from megatron.process.command_parser import CommandParser
 
 _GIB = 2**30
+_UNPLANNED = {
+    "zero_optimization": "memory of the host cannot be planned yet; leave out the offload sections",
+    "lora": "quantized weights cannot be planned yet; leave out lora.quantization",
+    "skip_step_above_sigma": "a step that depends on its loss cannot be planned; leave it out",
+    "precision_fp8": "mxfp8 cannot be planned: the planned GPU has compute capability 9.0; set tensorwise or rowwise",
+}
 _EXAMPLES = """\
 examples:
   python deepy.py plan configs/llama3-1/8B.yml --gpus 64            (memory of a rank of each pipeline stage)
   python deepy.py plan a.yml b.yml --gpus 64 --gpu h100 --json
-  python deepy.py plan a.yml b.yml --dry-run-ranks 1024             (also: do ranks fit together, or wait for ever?)
+  python deepy.py plan a.yml b.yml --dry-run-ranks 1024             (also: do ranks fit together?)
 exit code: 0 when nothing is wrong, 1 when ranks do not fit together, or a step does not fit the memory
 """
 
@@ -37,7 +44,8 @@ class Plan:
     """Facts of a run before it starts.
 
     micro_batches: of each data rank in the planned step, and in a real one. gpu_memory: bytes; None: unknown.
-    problems: what is wrong with the ranks; none: nothing was found.
+    sent: what the first rank sends in a real step.
+    problems: what is wrong with the ranks; none: nothing was found. compares: whether ranks of all axes ran.
     """
 
     args: NeoXArgs
@@ -46,16 +54,21 @@ class Plan:
     gpus_per_node: int
     gpu_memory: int | None
     reports: tuple[RankReport, ...]
+    sent: tuple[Traffic, ...]
     problems: tuple[str, ...]
+    compares: bool
 
     @property
-    def fits_memory(self) -> bool:
-        return self.gpu_memory is None or all(r.step_bytes <= self.gpu_memory for r in self.reports)
+    def failed(self) -> bool:
+        """Whether a rank has not come to its end, so that sizes are unknown."""
+        return any(report.error is not None for report in self.reports)
 
     @property
-    def traffic(self) -> list[Traffic]:
-        """The collectives of the first rank."""
-        return traffic(self.reports[0], self.gpus_per_node)
+    def fits_memory(self) -> bool | None:
+        """Whether steps and the construction fit the GPU; None: unknown."""
+        if self.failed or self.gpu_memory is None:
+            return None
+        return all(max(r.step_bytes, r.construction_bytes) <= self.gpu_memory for r in self.reports)
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ def main(argv: Sequence[str], preset_root: Path) -> int:
         sys.stderr.write(problem.error_lines("deepy.py plan"))
         return 1
     print(json.dumps(as_json(plan), indent=1) if options.json else "\n".join(lines(plan)))
-    return 0 if plan.fits_memory and not plan.problems else 1
+    return 1 if plan.problems or plan.fits_memory is False else 0
 
 
 def _parser() -> CommandParser:
@@ -108,7 +121,7 @@ def _parser() -> CommandParser:
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--gpu", choices=sorted(read_gpus()), metavar="NAME",
                         help=f"does a step fit this GPU? {', '.join(read_gpus())}")  # fmt: skip
-    memory.add_argument("--gpu-memory", type=float, metavar="GIB", help="does a step fit a GPU of this memory?")
+    memory.add_argument("--gpu-memory", type=_gibibytes, metavar="GIB", help="does a step fit a GPU of this memory?")
     cores = os.cpu_count() or 1
     add(
         "--processes",
@@ -127,6 +140,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _gibibytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
 def make_plan(options: argparse.Namespace, preset_root: Path) -> Plan:
     """Raises UserError if the configuration cannot be planned."""
     if options.gpus is not None and options.dry_run_ranks is not None:
@@ -135,7 +158,8 @@ def make_plan(options: argparse.Namespace, preset_root: Path) -> Plan:
     args = load_assignments(files, parse_overrides(options.set, "--set")).check_planning()
     world = options.dry_run_ranks or options.gpus or options.gpus_per_node
     args, planned = planned_args(args, world, min(options.gpus_per_node, world))
-    ranks = ranks_of_stages(planned) if options.dry_run_ranks is None else ranks_of_axes(planned)
+    compares = options.dry_run_ranks is not None
+    ranks = ranks_of_axes(planned) if compares else ranks_of_stages(planned)
     reports = []
     for report in run_ranks(planned, ranks, options.processes):
         reports.append(report)
@@ -143,13 +167,25 @@ def make_plan(options: argparse.Namespace, preset_root: Path) -> Plan:
             print(f"\rrank {len(reports)} of {len(ranks)}", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    micro_batches = planned.gradient_accumulation_steps, args.gradient_accumulation_steps
     memory = options.gpu_memory if options.gpu is None else read_gpus()[options.gpu].memory
-    problem_lines = tuple(problems(planned, reports))
+    micro_batches = planned.gradient_accumulation_steps, args.gradient_accumulation_steps
+    sent, found_problems = _sent(args, planned, reports[0], options), problems(planned, reports)
     return Plan(
         args, model_size(args), micro_batches, options.gpus_per_node, None if memory is None else int(memory * _GIB),
-        tuple(reports), problem_lines,
+        tuple(reports), tuple(sent), tuple(found_problems), compares,
     )  # fmt: skip
+
+
+def _sent(args: NeoXArgs, planned: NeoXArgs, report: RankReport, options: argparse.Namespace) -> list[Traffic]:
+    """Returns what a rank sends in a real step. A step with fewer micro-batches tells what each one adds."""
+    rows = traffic(report, options.gpus_per_node)
+    missing = args.gradient_accumulation_steps - planned.gradient_accumulation_steps
+    if not missing or report.error is not None:
+        return rows
+    difference = args.pp if args.stages_per_rank > 1 else 1
+    smaller = with_micro_batches(planned, planned.gradient_accumulation_steps - difference)
+    [smaller_report] = run_ranks(smaller, [report.rank], 1)
+    return extrapolated(rows, traffic(smaller_report, options.gpus_per_node), difference, missing)
 
 
 def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXArgs, NeoXArgs]:
@@ -165,17 +201,32 @@ def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXAr
         raise args.error("engine", "deepspeed cannot be planned; set engine: native")
     if (name := method_name(args)) != "language_modelling":
         raise ConfigError([f"deepy.py plan: {name} cannot be planned yet; only language modelling and SFT"])
+    sections = args.user_values.get("zero_optimization") or {}, args.user_values.get("lora") or {}
+    for key, is_set in {
+        "zero_optimization": any(str(name).startswith(("offload", "cpu_offload")) for name in sections[0]),
+        "lora": "quantization" in sections[1],
+        "skip_step_above_sigma": args.skip_step_above_sigma is not None,
+        "precision_fp8": args.precision_fp8 == "mxfp8",
+    }.items():
+        if is_set:
+            raise args.error(key, _UNPLANNED[key])
     if args.padded_vocab_size is None:
         args = with_vocabulary(args, build_tokenizer(args))
     args = args.for_world(world)
     args = settle_context(args, PlannedProcess(world, gpus_per_node), lambda line: print(line, file=sys.stderr))
     held = 2 * args.pp if args.stages_per_rank > 1 else args.pp + 1
     micro_batches = min(args.gradient_accumulation_steps, held if args.pp > 1 else 2)
-    planned = args.replace(
-        compile=False, train_batch_size=None, train_micro_batch_size_per_gpu=args.train_micro_batch_size_per_gpu,
-        gradient_accumulation_steps=micro_batches, distributed_backend="nccl",
-    )  # fmt: skip
-    return args, planned.for_world(world)
+    planned = args.replace(compile=False, distributed_backend="nccl")
+    return args, with_micro_batches(planned, micro_batches)
+
+
+def with_micro_batches(args: NeoXArgs, number: int) -> NeoXArgs:
+    """Returns the configuration with another number of micro-batches in a step, on as many ranks."""
+    assert args.world_size is not None
+    size = args.train_micro_batch_size_per_gpu
+    return args.replace(
+        train_batch_size=None, train_micro_batch_size_per_gpu=size, gradient_accumulation_steps=number
+    ).for_world(args.world_size)
 
 
 # -- output --------------------------------------------------------------------------------------------------
@@ -192,7 +243,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.size._asdict(), "world_size": plan.args.world_size,
         "layout": {axis: size for axis, (_, size) in strides(plan.args).items()},
         "micro_batches": real, "planned_micro_batches": planned, "ranks": ranks,
-        "sent": [row._asdict() for row in plan.traffic], "gpu_memory": plan.gpu_memory, "fits": plan.fits_memory,
+        "sent": [row._asdict() for row in plan.sent], "gpu_memory": plan.gpu_memory, "fits": plan.fits_memory,
         "problems": list(plan.problems),
     }  # fmt: skip
 
@@ -214,24 +265,30 @@ def lines(plan: Plan) -> Iterator[str]:
     )
     layout = " x ".join(f"{axis} {count}" for axis, (_, count) in strides(args).items() if count > 1)
     planned, real = plan.micro_batches
-    yield f"layout: {args.world_size} ranks{f': {layout}' if layout else ''}; ZeRO {args.zero_stage}"
-    steps = f"{planned} micro-batches" + (f" (the run has {real}; no more are held at once)" if real > planned else "")
-    yield f"planned: {len(plan.reports)} ranks, each a step of {steps}"
-    yield ""
-    yield from _memory_lines(plan)
-    yield ""
-    yield f"a rank sends in this step (rank {plan.reports[0].rank}):"
-    rows = [
-        (row.axis, row.kind, f"{row.calls:,}", f"{row.size / _GIB:.3f}", "within" if row.is_local else "between")
-        for row in plan.traffic
-    ]
-    yield from _table(("to ranks along", "collective", "calls", "GiB", "machines"), rows)
+    copies = args.data_parallel_size * args.context_parallel_size
+    zero = f"ZeRO {args.zero_stage}" if copies > 1 else "no ZeRO, as no ranks hold the same weights"
+    yield f"layout: {_number(args.world_size, 'rank')}{f': {layout}' if layout else ''}; {zero}"
+    steps = _number(planned, "micro-batch") + (f" (the run has {real})" if real > planned else "")
+    yield f"planned: {_number(len(plan.reports), 'rank')}, each a step of {steps}, on compute capability 9.0"
+    if not plan.failed:
+        yield ""
+        yield from _memory_lines(plan)
+        yield ""
+        yield from _sent_lines(plan)
     for note in dict.fromkeys(note for report in plan.reports for note in report.notes):
         yield f"note: {note}"
-    if plan.problems:
-        yield from (f"problem: {problem}" for problem in plan.problems)
-    elif len(plan.reports) > 1:
-        yield "groups, layers, order of collectives and messages agree on these ranks"
+    yield from (f"problem: {problem}" for problem in plan.problems)
+    if not plan.problems and plan.compares:
+        yield f"{_number(len(plan.reports), 'rank')} compared: groups, layers, order of collectives, messages agree"
+
+
+def _sent_lines(plan: Plan) -> Iterator[str]:
+    yield f"rank {plan.reports[0].rank} sends in a step of {_number(plan.micro_batches[1], 'micro-batch')}:"
+    rows = [
+        (row.axis, row.kind, f"{row.calls:,}", f"{row.size / _GIB:.3f}", "within" if row.is_local else "between")
+        for row in plan.sent
+    ]
+    yield from _table(("to ranks along", "collective", "calls", "GiB", "machines"), rows)
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
@@ -267,6 +324,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
             cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  " + "  ".join(cells).rstrip()
+
+
+def _number(count: int | None, unit: str) -> str:
+    ending = "" if count == 1 else "es" if unit.endswith("batch") else "s"
+    return f"{count} {unit}{ending}"
 
 
 def _count(number: float) -> str:

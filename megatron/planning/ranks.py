@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,10 +34,20 @@ def strides(args: NeoXArgs) -> dict[str, tuple[int, int]]:
 
 def expected_groups(args: NeoXArgs, rank: int) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of a rank's groups along each axis, derived from the documented order alone."""
-    groups = {}
-    for axis, (distance, size) in strides(args).items():
-        base = rank - rank // distance % size * distance
-        groups[axis] = tuple(base + i * distance for i in range(size))
+    distances = strides(args)
+    groups, places = {}, {}
+    for axis, (distance, size) in distances.items():
+        places[axis] = rank // distance % size
+        groups[axis] = tuple(rank + (i - places[axis]) * distance for i in range(size))
+    # Ranks that hold the same layers and slices of weights: data ranks, and the context ranks of each.
+    distance, size = distances["tensor"][1], args.data_parallel_size * args.context_parallel_size
+    place = rank // distance % size
+    groups["data_context"] = tuple(rank + (i - place) * distance for i in range(size))
+    expert, ulysses = args.expert_parallel_size, args.ulysses_size
+    groups["expert"] = groups["data_context"][place // expert * expert :][:expert]
+    groups["expert_data"] = groups["data_context"][place % expert :: expert]
+    groups["context_heads"] = groups["context"][places["context"] // ulysses * ulysses :][:ulysses]
+    groups["context_keys"] = groups["context"][places["context"] % ulysses :: ulysses]
     return groups
 
 
@@ -70,8 +83,17 @@ def run_ranks(args: NeoXArgs, ranks: Sequence[int], processes: int) -> Iterator[
 
 
 def _begin_process(library: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     os.environ["DS_ACCELERATOR"] = "cpu"
     shim.preload(library)
+
+
+def _follow(parent: int) -> None:
+    """Ends this process soon after its parent, which may end without a word to it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _run_rank(args_json: str, rank: int) -> RankReport:

@@ -9,7 +9,8 @@ class Collective(NamedTuple):
     """A collective, or a message, that this rank starts.
 
     ranks: global ranks of its group. size: bytes of the full tensor. dtype: of the tensor.
-    peer: of a send or a receive, the global rank at the other end.
+    peer: of a send or a receive, the global rank at the other end. source: of a broadcast, a scatter or a
+        gather, the number of the rank in the group.
     """
 
     ranks: tuple[int, ...]
@@ -17,6 +18,7 @@ class Collective(NamedTuple):
     size: int
     dtype: str
     peer: int | None = None
+    source: int | None = None
 
     @property
     def summary(self) -> tuple[int, int, int, str, int]:
@@ -34,7 +36,9 @@ class RankReport:
     more than one. layers: numbers of the layers that it holds.
     parts: weights, gradients, and other memory that the engine keeps. kept_bytes: all memory between steps.
     construction_bytes, step_bytes: the most memory while the engine is built, and in a step.
-    collectives: in their order. notes: what slows a GPU down, such as values that the host waits for.
+    collectives: in their order, of the step; setup: those before it. num_groups: number of process groups
+        that the rank has created.
+    notes: what slows a GPU down, such as values that the host waits for.
     error: what stopped it; None: nothing.
     """
 
@@ -47,6 +51,8 @@ class RankReport:
     construction_bytes: int = 0
     step_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
+    setup: tuple[Collective, ...] = ()
+    num_groups: int = 0
     notes: tuple[str, ...] = ()
     error: str | None = None
     seconds: float = 0.0

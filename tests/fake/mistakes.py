@@ -69,6 +69,23 @@ def sent_in_fp32(original: Any, links: Any, tensor: Tensor, receiver: int) -> An
     return original(links, tensor.float() if links._rank == 0 and tensor.dim() > 1 else tensor, receiver)
 
 
+def left_out_on_odd_ranks(original: Any, *args: Any, **keywords: Any) -> Any:
+    return mock.Mock() if torch.distributed.get_rank() % 2 == 1 else original(*args, **keywords)
+
+
+def swapped_experts(original: Any, **sizes: Any) -> ParallelGroups:
+    groups = original(**sizes)
+    handles = {**groups.handles, "expert": groups.handles["expert_data"], "expert_data": groups.handles["expert"]}
+    return replace(groups, handles=MappingProxyType(handles))
+
+
+def one_more_on_odd_ranks(original: Any, **sizes: Any) -> ParallelGroups:
+    rank = torch.distributed.get_rank()
+    if rank % 2 == 1:
+        torch.distributed.new_group([rank], use_local_synchronization=True)
+    return original(**sizes)
+
+
 def wide_starts(original: Any, *args: Any) -> Any:
     inputs = original(*args)
     return inputs._replace(cu_seqlens=inputs.cu_seqlens.long())
@@ -98,6 +115,9 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "odd stage split": lambda: patched(megatron.model.stage, "partition_layers", layer_missing_on_second_stage),
     "missing receive": lambda: patched(Links, "receive", not_received_by_second_stage),
     "wrong dtype": lambda: patched(Links, "send", sent_in_fp32),
+    "no sum over data ranks": lambda: patched(torch.distributed, "all_reduce", left_out_on_odd_ranks),
+    "swapped experts": lambda: patched(megatron.mpu, "build_groups", swapped_experts),
+    "one more group": lambda: patched(megatron.mpu, "build_groups", one_more_on_odd_ranks),
     "int64 cu_seqlens": lambda: patched(Stage, "attention_inputs", wide_starts),
     "documents by tokens": lambda: patched(megatron.data.batch, "document_starts", padded_starts),
     "mask of seq x seq": lambda: patched(AttentionBackends, "form", lambda original, *args: None),

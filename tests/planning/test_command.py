@@ -12,7 +12,7 @@ from megatron.launch import install_root
 from megatron.planning.command import main
 from megatron.planning.fake_cuda import shim
 from megatron.planning.ranks import expected_groups, ranks_of_axes
-from megatron.planning.report import Collective
+from megatron.planning.report import Collective, RankReport
 from megatron.planning.traffic import sent_bytes
 from tests.fake.layouts import HIDDEN, MODEL, VOCAB
 from tests.training.layout_runs import args_of
@@ -51,7 +51,7 @@ def test_two_stages(plan: Callable[..., tuple[int, str, str]]) -> None:
     norms = 2 * HIDDEN  # not sharded
     assert stage_0["weights"] == 2 * ((block - norms + VOCAB * HIDDEN) // 2 + norms)
     assert stage_0["step"] > stage_0["between_steps"] >= stage_0["weights"] + stage_0["optimizer_states"]
-    assert not report["fits"] and code == 1 and report["problems"] == []
+    assert report["fits"] is False and code == 1 and report["problems"] == []
     kinds = {(row["axis"], row["kind"]) for row in report["sent"]}
     assert {("tensor", "all_reduce"), ("pipe", "send")} <= kinds
 
@@ -62,15 +62,46 @@ def test_lines_of_a_dry_run(plan: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = plan("--dry-run-ranks", "4", "--gpus-per-node", "2", model_parallel_size=2, compile="block")
     assert code == 0
     lines = out.splitlines()
-    assert any("4 ranks" in line for line in lines) and any("agree" in line for line in lines)
+    assert any("4 ranks" in line for line in lines) and "agree" in lines[-1]
     axes = {line.split()[0]: line.split()[-1] for line in lines if "all_reduce" in line}
     assert axes["tensor"] == "within" and axes["data"] == "between"
+
+
+@pytest.mark.product
+@needs_compiler
+def test_bytes_are_those_of_all_micro_batches(plan: Callable[..., tuple[int, str, str]]) -> None:
+    """Two micro-batches are run, and one; those of six equal what six runs of one add up to."""
+    zero = {"zero_optimization": {"stage": 3}}
+    sent = [json.loads(plan("--gpus", "2", "--json", gradient_accumulation_steps=number, **zero)[1])["sent"]
+            for number in (1, 2, 6)]  # fmt: skip
+    smallest, medium, largest = (
+        {(row["axis"], row["kind"]): (row["size"], row["calls"]) for row in rows} for rows in sent
+    )
+    for key in smallest:
+        for place in (0, 1):
+            expected = smallest[key][place] + 5 * (medium[key][place] - smallest[key][place])
+            assert largest[key][place] == pytest.approx(expected)
+    assert any(largest[key][0] > 5 * smallest[key][0] for key in smallest)
+
+
+@needs_compiler
+def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sizes are told, and none fits."""
+    failed = RankReport(0, error="RuntimeError: gone (megatron/model/stage.py:1)")
+    monkeypatch.setattr("megatron.planning.command.run_ranks", lambda *args: iter([failed]))
+    code, out, _ = plan("--gpus", "1", "--gpu", "h100")
+    assert code == 1 and "problem: rank 0: RuntimeError: gone" in out and "GiB" not in out
+    code, out, _ = plan("--gpus", "1", "--gpu", "h100", "--json")
+    assert code == 1 and json.loads(out)["fits"] is None
 
 
 @pytest.mark.parametrize(
     ("flags", "keys", "facts"),
     [
         ((), {"engine": "deepspeed"}, ("engine", "deepspeed", "native")),
+        ((), {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+         ("zero_optimization", "host")),
+        ((), {"skip_step_above_sigma": 6.0}, ("skip_step_above_sigma",)),
         ((), {"distillation": {"teacher": "teacher"}}, ("distillation", "language modelling")),
         ((), {"padded_vocab_size": None}, ("padded_vocab_size", "vocab_file")),
         ((), {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None},
@@ -78,7 +109,7 @@ def test_lines_of_a_dry_run(plan: Callable[..., tuple[int, str, str]]) -> None:
         (("--gpus", "3"), {"model_parallel_size": 2}, ("model_parallel_size", "3 ranks")),
         (("--gpus", "2", "--dry-run-ranks", "2"), {}, ("--gpus", "--dry-run-ranks")),
     ],
-    ids=["engine", "method", "vocabulary", "batch", "layout", "flags"],
+    ids=["engine", "offload", "spikes", "method", "vocabulary", "batch", "layout", "flags"],
 )  # fmt: skip
 def test_refusals(
     flags: tuple[str, ...], keys: dict[str, Any], facts: tuple[str, ...], plan: Callable[..., tuple[int, str, str]]
@@ -89,7 +120,9 @@ def test_refusals(
 
 def test_ranks_that_stand_for_all() -> None:
     args = args_of({**MODEL, "pipe_parallel_size": 2, "model_parallel_size": 2}, {}, 16)
-    assert expected_groups(args, 7) == {"tensor": (6, 7), "context": (7,), "data": (1, 3, 5, 7), "pipe": (7, 15)}
+    groups = expected_groups(args, 7)
+    assert [groups[axis] for axis in ("tensor", "context", "data", "pipe")] == [(6, 7), (7,), (1, 3, 5, 7), (7, 15)]
+    assert groups["data_context"] == groups["expert_data"] == groups["data"] and groups["expert"] == (7,)
     assert ranks_of_axes(args) == [0, 1, 2, 4, 6, 8, 15]
 
 

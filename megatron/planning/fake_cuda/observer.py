@@ -26,7 +26,8 @@ VARLEN = {"torch_attn._varlen_attn": 3, "aten._efficient_attention_forward": 4}
 COLLECTIVES = {
     "c10d.allreduce_": "all_reduce", "c10d._allgather_base_": "all_gather",
     "c10d._reduce_scatter_base_": "reduce_scatter", "c10d.broadcast_": "broadcast", "c10d.alltoall_base_": "all_to_all",
-    "c10d.send": "send", "c10d.recv_": "receive",
+    "c10d.send": "send", "c10d.recv_": "receive", "c10d.scatter_": "scatter", "c10d.gather_": "gather",
+    "c10d.allgather_": "all_gather", "c10d.reduce_": "reduce", "c10d.barrier": "barrier",
     "_c10d_functional.all_reduce": "all_reduce", "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
@@ -70,7 +71,9 @@ class Observer(TorchDispatchMode):
         output = func(*args, **kwargs)
         self.kernels[name] += 1
         if name in COLLECTIVES:
-            self._note_collective(COLLECTIVES[name], args, inputs, output)
+            self._note_collective(name, args, inputs, output)
+        elif name.startswith("c10d."):
+            self._find("a collective that is not counted", name)
         if name in VARLEN:
             self._note_varlen(name, args, VARLEN[name])
         if name == "aten._scaled_mm":
@@ -145,13 +148,18 @@ class Observer(TorchDispatchMode):
         fast = bool(bound.get("use_fast_accum", False))
         self.scaled[a.shape[0], b.shape[1], a.shape[1], *formats, *scales, result, fast] += 1
 
-    def _note_collective(self, kind: str, args: Any, inputs: list[Tensor], output: Any) -> None:
+    def _note_collective(self, name: str, args: Any, inputs: list[Tensor], output: Any) -> None:
+        kind = COLLECTIVES[name]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel() * tensor.element_size())
         size, dtype = largest.numel() * largest.element_size(), str(largest.dtype).removeprefix("torch.")
         ranks = _members(args)
+        if name in ("c10d.scatter_", "c10d.gather_", "c10d.allgather_"):
+            size *= len(ranks)  # a list of tensors, one for each rank
         peer = ranks[args[2]] if kind in ("send", "receive") else None
-        self.collectives.append(Collective(ranks, kind, size, dtype, peer))
+        places = {"broadcast": 2, "scatter": 3, "gather": 3}
+        source = args[places[kind]] if kind in places else None
+        self.collectives.append(Collective(ranks, kind, size, dtype, peer, source))
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
