@@ -196,15 +196,15 @@ def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXAr
     """
     from megatron.mpu import settle_context
     from megatron.tokenizer import build_tokenizer, with_vocabulary
+    from megatron.training.offload import offload
 
     if args.engine == "deepspeed":
         raise args.error("engine", "deepspeed cannot be planned; set engine: native")
     if (name := method_name(args)) != "language_modelling":
         raise ConfigError([f"deepy.py plan: {name} cannot be planned yet; only language modelling and SFT"])
-    sections = args.user_values.get("zero_optimization") or {}, args.user_values.get("lora") or {}
     for key, is_set in {
-        "zero_optimization": any(str(name).startswith(("offload", "cpu_offload")) for name in sections[0]),
-        "lora": "quantization" in sections[1],
+        "zero_optimization": any(offload(args, name) for name in ("offload_optimizer", "offload_param")),
+        "lora": (args.user_values.get("lora") or {}).get("quantization") is not None,
         "skip_step_above_sigma": args.skip_step_above_sigma is not None,
         "precision_fp8": args.precision_fp8 == "mxfp8",
     }.items():
