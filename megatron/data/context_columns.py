@@ -68,12 +68,12 @@ def _divisions(costs: np.ndarray, starts: np.ndarray, ranks: int, places: int) -
     ends = np.append(starts[1:], len(costs))
     longest_first = np.argsort(starts - ends, kind="stable")
     totals = np.concatenate([[0], costs.cumsum()])
+    pieces = np.minimum(np.arange(2 * ranks), np.arange(2 * ranks)[::-1])  # the rank of each piece of a long document
     for halvings in range(_MOST_HALVINGS):
         owners, room, loads = np.empty(len(costs), np.int64), np.full(ranks, places), np.zeros(ranks, np.int64)
         for start, end in zip(starts[longest_first], ends[longest_first], strict=True):
             length = end - start
             if length > places >> halvings:
-                pieces = np.minimum(np.arange(2 * ranks), np.arange(2 * ranks)[::-1])
                 cuts = start + np.arange(2 * ranks + 1) * length // (2 * ranks)
                 owners[start:end] = pieces.repeat(np.diff(cuts))
                 np.subtract.at(room, pieces, np.diff(cuts))

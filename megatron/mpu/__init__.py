@@ -34,7 +34,7 @@ from megatron.mpu.head import (
     token_loss_sum,
     token_scores,
 )
-from megatron.mpu.initialize import init_model_parallel, settle_context
+from megatron.mpu.initialize import check_experts, configured_groups, init_model_parallel, settle_context
 from megatron.mpu.layers import Linear, LinearSpec, PartialSum, VocabParallelEmbedding, row_parallel_sum
 from megatron.mpu.lora import LoraSpec, LowRank, adapters_of
 from megatron.mpu.mappings import (

@@ -24,15 +24,20 @@ def init_model_parallel(
 
     store: passed to `distributed.init_process_group`; None: it creates one.
     """
-    _check_experts(args, process)
+    check_experts(args, process)
     allow_tf32(args.tf32)
     device = init_process_group(args, process, logger, store)
-    groups = build_groups(
+    groups = configured_groups(args, device)
+    connect(groups)
+    return groups
+
+
+def configured_groups(args: NeoXArgs, device: torch.device) -> ParallelGroups:
+    """Creates the process groups of `args`, which has the world size. All ranks call it together."""
+    return build_groups(
         pipe=args.pp, data=args.data_parallel_size, context=args.context_parallel_size, tensor=args.tp, device=device,
         expert=args.expert_parallel_size, ulysses=args.ulysses_size, is_v_pipeline=args.is_v_pipeline,
     )  # fmt: skip
-    connect(groups)
-    return groups
 
 
 def settle_context(args: NeoXArgs, process: Process, log: Callable[[str], None]) -> NeoXArgs:
@@ -60,7 +65,8 @@ def settle_context(args: NeoXArgs, process: Process, log: Callable[[str], None])
     return args.settle(key, choice)
 
 
-def _check_experts(args: ModelArgs, process: Process) -> None:
+def check_experts(args: ModelArgs, process: Process) -> None:
+    """Raises ConfigError if experts would span machines without `expert_parallel_across_nodes: true`."""
     neighbours, ranks = args.expert_parallel_size * args.tp, process.local_world_size
     if args.expert_parallel_size == 1 or args.expert_parallel_across_nodes or process.world_size == ranks:
         return

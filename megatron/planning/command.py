@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.launch.environment import ProcessInfo
 from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import ConfigError, NeoXArgs, UserError
 from megatron.neox_arguments.methods import method_name
@@ -69,22 +70,6 @@ class Plan:
         if self.failed or self.gpu_memory is None:
             return None
         return all(max(r.step_bytes, r.construction_bytes) <= self.gpu_memory for r in self.reports)
-
-
-@dataclass(frozen=True)
-class PlannedProcess:
-    """A rank of the planned run, as `distributed.rendezvous.Process`."""
-
-    world_size: int
-    local_world_size: int
-    rank: int = 0
-    local_rank: int = 0
-    master_addr: str = "localhost"
-    master_port: int = 0
-
-    @property
-    def on_one_machine(self) -> bool:
-        return self.world_size <= self.local_world_size
 
 
 def main(argv: Sequence[str], preset_root: Path) -> int:
@@ -194,7 +179,7 @@ def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXAr
     The planned step is not compiled, and has at most as many micro-batches as pipeline ranks hold at once.
     Raises ConfigError for what cannot be planned yet.
     """
-    from megatron.mpu import settle_context
+    from megatron.mpu import check_experts, settle_context
     from megatron.tokenizer import build_tokenizer, with_vocabulary
     from megatron.training.offload import offload
 
@@ -213,7 +198,9 @@ def planned_args(args: NeoXArgs, world: int, gpus_per_node: int) -> tuple[NeoXAr
     if args.padded_vocab_size is None:
         args = with_vocabulary(args, build_tokenizer(args))
     args = args.for_world(world)
-    args = settle_context(args, PlannedProcess(world, gpus_per_node), lambda line: print(line, file=sys.stderr))
+    process = ProcessInfo(0, world, 0, gpus_per_node, "localhost", 0, "alone")
+    check_experts(args, process)
+    args = settle_context(args, process, lambda line: print(line, file=sys.stderr))
     held = 2 * args.pp if args.stages_per_rank > 1 else args.pp + 1
     micro_batches = min(args.gradient_accumulation_steps, held if args.pp > 1 else 2)
     planned = args.replace(compile=False, distributed_backend="nccl")

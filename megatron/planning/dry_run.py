@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megatron.mpu
 from megatron.data.batch import Batch, collate
 from megatron.model import with_context
-from megatron.mpu import ParallelGroups
+from megatron.mpu import ParallelGroups, configured_groups
 from megatron.mpu.pending_sends import PendingSends
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.fake_cuda.devices import (
@@ -43,22 +42,15 @@ def run_rank(args: NeoXArgs, rank: int) -> RankReport:
     observer, report = Observer(streams), RankReport(rank)
     with fake_cuda(streams=streams), resizes_seen(observer), process_group(rank, args.world_size):
         try:
-            groups = _groups(args)
+            groups = configured_groups(args, DEVICE)
             report = replace(report, coordinates=dict(groups.ranks), groups=_handles(groups))
             # Tensors that are sent are received at once: the fake network does not tell when.
             sent_at_once = mock.patch.object(PendingSends, "add", lambda *args: None)
             with FakeTensorMode(), shared_out_evenly(args), sent_at_once:
                 report = _run_steps(args, groups, observer, report)
         except Exception as problem:
-            report = replace(report, error=f"{type(problem).__name__}: {problem} ({_line_of(problem)})")
+            report = replace(report, error=f"{type(problem).__name__}: {problem} ({line_of(problem)})")
     return replace(report, notes=tuple(observer.findings), seconds=time.monotonic() - start)
-
-
-def _groups(args: NeoXArgs) -> ParallelGroups:
-    return megatron.mpu.build_groups(
-        pipe=max(args.pp, 1), data=args.data_parallel_size, context=args.context_parallel_size, tensor=args.tp,
-        device=DEVICE, expert=args.expert_parallel_size, ulysses=args.ulysses_size, is_v_pipeline=args.is_v_pipeline,
-    )  # fmt: skip
 
 
 def _handles(groups: ParallelGroups) -> dict[str, tuple[int, ...]]:
@@ -112,7 +104,8 @@ def _batch(args: NeoXArgs, groups: ParallelGroups) -> Batch:
     return batch.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
 
 
-def _line_of(problem: BaseException) -> str:
+def line_of(problem: BaseException) -> str:
+    """Returns the last line of the package, planning aside, on the way to a problem."""
     trace, line = problem.__traceback__, "no line of megatron"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

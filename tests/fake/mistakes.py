@@ -15,7 +15,7 @@ import megatron.data.batch
 import megatron.model.embedding
 import megatron.model.init
 import megatron.model.stage
-import megatron.mpu
+import megatron.mpu.initialize
 import megatron.mpu.layers
 from megatron.data.batch import Documents
 from megatron.model import Stage
@@ -110,14 +110,14 @@ def cast_later(original: Any, stage: Stage, dtype: torch.dtype, *arguments: Any)
 MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "tensor on the cpu": lambda: patched(megatron.model.embedding.Embedding, "forward", made_on_cpu),
     "item in the loss": lambda: patched(StepLoss, "scaled_loss", item_in_loss),
-    "swapped groups": lambda: patched(megatron.mpu, "build_groups", swapped),
+    "swapped groups": lambda: patched(megatron.mpu.initialize, "build_groups", swapped),
     "skipped collective": lambda: patched(megatron.mpu.layers, "sum_over_ranks", skipped_on_odd_ranks),
     "odd stage split": lambda: patched(megatron.model.stage, "partition_layers", layer_missing_on_second_stage),
     "missing receive": lambda: patched(Links, "receive", not_received_by_second_stage),
     "wrong dtype": lambda: patched(Links, "send", sent_in_fp32),
     "no sum over data ranks": lambda: patched(torch.distributed, "all_reduce", left_out_on_odd_ranks),
-    "swapped experts": lambda: patched(megatron.mpu, "build_groups", swapped_experts),
-    "one more group": lambda: patched(megatron.mpu, "build_groups", one_more_on_odd_ranks),
+    "swapped experts": lambda: patched(megatron.mpu.initialize, "build_groups", swapped_experts),
+    "one more group": lambda: patched(megatron.mpu.initialize, "build_groups", one_more_on_odd_ranks),
     "int64 cu_seqlens": lambda: patched(Stage, "attention_inputs", wide_starts),
     "documents by tokens": lambda: patched(megatron.data.batch, "document_starts", padded_starts),
     "mask of seq x seq": lambda: patched(AttentionBackends, "form", lambda original, *args: None),

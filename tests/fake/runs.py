@@ -10,15 +10,14 @@ import torch
 import torch._dynamo.utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import megatron.mpu
 from megatron.data.batch import Batch, collate
 from megatron.data.preferences.responses import Responses, share_prefixes
 from megatron.model import HiddenStates, InferenceContext, Stage, forward_only, with_context
 from megatron.model.init import init_stage, parameters_with_specs
-from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
+from megatron.mpu import DTYPES, ParallelGroups, configured_groups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs
-from megatron.planning.dry_run import run_rank
+from megatron.planning.dry_run import line_of, run_rank
 from megatron.planning.fake_cuda.devices import (
     DEVICE,
     fake_cuda,
@@ -51,18 +50,14 @@ def run(case: Case) -> dict[str, Any]:
     with fake_cuda(case.capability, streams), resizes_seen(observer), process_group(case.rank, case.world), mistake:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
-            sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
-            sizes |= {"context": args.context_parallel_size, "ulysses": args.ulysses_size}
-            groups = megatron.mpu.build_groups(
-                **sizes, device=DEVICE, expert=args.expert_parallel_size, is_v_pipeline=args.is_v_pipeline
-            )
+            groups = configured_groups(args, DEVICE)
             with FakeTensorMode(), shared_out_evenly(args):
                 if case.native:
                     _run_native(args, groups, observer, report)
                 else:
                     _run(case, args, groups, observer, report)
         except Exception as problem:
-            report["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
+            report["error"] = f"{type(problem).__name__}: {problem} at {line_of(problem)}"
     collectives = [collective.summary for collective in observer.collectives]
     return report | {"findings": observer.findings, "collectives": collectives, "kernels": observer.kernels,
                    "varlen": observer.varlen,
@@ -223,13 +218,3 @@ def score_and_generate(engine: ModelStep, batch: Batch) -> None:
         with torch.no_grad():
             out = stage(None, Batch(tokens, tokens, tokens, positions), context=context)
         gather_from_tensor(out, groups.group("tensor"))
-
-
-def _line_of(problem: BaseException) -> str:
-    trace, line = problem.__traceback__, "?"
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if "/megatron/" in file:
-            line = f"{file.rsplit('/megatron/')[-1]}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.distributed import StartError
 from megatron.mpu import ParallelGroups, build_groups
 from megatron.mpu.groups import AXES, FOLDED
-from megatron.mpu.initialize import _check_experts, allow_tf32, connect, settle_context
+from megatron.mpu.initialize import allow_tf32, check_experts, connect, settle_context
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import small
 from tests.pool import run_ranks
@@ -174,11 +174,11 @@ def test_experts_are_shared_out_within_a_machine() -> None:
     """Eight ranks on machines of four, unless it is allowed."""
     moe: dict[str, Any] = {"moe_num_experts": 8, "model_parallel_size": 2, "num_kv_heads": 2}
     process: Any = SimpleNamespace(world_size=8, local_world_size=4)
-    _check_experts(small(**moe, expert_parallel_size=2), process)
+    check_experts(small(**moe, expert_parallel_size=2), process)
     with pytest.raises(ConfigError, match="between machines.*expert_parallel_across_nodes: true"):
-        _check_experts(small(**moe, expert_parallel_size=4), process)
-    _check_experts(small(**moe, expert_parallel_size=4, expert_parallel_across_nodes=True), process)
-    _check_experts(small(**moe, expert_parallel_size=4), SimpleNamespace(world_size=8, local_world_size=8))  # type: ignore[arg-type]
+        check_experts(small(**moe, expert_parallel_size=4), process)
+    check_experts(small(**moe, expert_parallel_size=4, expert_parallel_across_nodes=True), process)
+    check_experts(small(**moe, expert_parallel_size=4), SimpleNamespace(world_size=8, local_world_size=8))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("machine", "keys", "choice", "reasons"), [

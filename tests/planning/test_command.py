@@ -101,6 +101,9 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
         ((), {"engine": "deepspeed"}, ("engine", "deepspeed", "native")),
         ((), {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
          ("zero_optimization", "host")),
+        (("--gpus", "16", "--gpus-per-node", "4"),
+         {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk", "expert_parallel_size": 8},
+         ("expert_parallel_size", "expert_parallel_across_nodes")),
         ((), {"skip_step_above_sigma": 6.0}, ("skip_step_above_sigma",)),
         ((), {"distillation": {"teacher": "teacher"}}, ("distillation", "language modelling")),
         ((), {"padded_vocab_size": None}, ("padded_vocab_size", "vocab_file")),
@@ -109,7 +112,7 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
         (("--gpus", "3"), {"model_parallel_size": 2}, ("model_parallel_size", "3 ranks")),
         (("--gpus", "2", "--dry-run-ranks", "2"), {}, ("--gpus", "--dry-run-ranks")),
     ],
-    ids=["engine", "offload", "spikes", "method", "vocabulary", "batch", "layout", "flags"],
+    ids=["engine", "offload", "experts", "spikes", "method", "vocabulary", "batch", "layout", "flags"],
 )  # fmt: skip
 def test_refusals(
     flags: tuple[str, ...], keys: dict[str, Any], facts: tuple[str, ...], plan: Callable[..., tuple[int, str, str]]
