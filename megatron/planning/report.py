@@ -20,13 +20,6 @@ class Collective(NamedTuple):
     peer: int | None = None
     source: int | None = None
 
-    @property
-    def summary(self) -> tuple[int, int, int, str, int]:
-        """(first rank, stride between ranks, number of ranks, kind, bytes)."""
-        stride = self.ranks[1] - self.ranks[0]
-        assert self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1, stride))
-        return self.ranks[0], stride, len(self.ranks), self.kind, self.size
-
 
 @dataclass(frozen=True)
 class RankReport:
@@ -55,4 +48,3 @@ class RankReport:
     num_groups: int = 0
     notes: tuple[str, ...] = ()
     error: str | None = None
-    seconds: float = 0.0

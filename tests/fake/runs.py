@@ -28,6 +28,7 @@ from megatron.planning.fake_cuda.devices import (
 )
 from megatron.planning.fake_cuda.observer import Observer
 from megatron.planning.fake_cuda.streams import Streams
+from megatron.planning.report import Collective
 from megatron.training.engine import Engine, StepLoss
 from megatron.training.native.engine import NativeEngine
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
@@ -58,10 +59,18 @@ def run(case: Case) -> dict[str, Any]:
                     _run(case, args, groups, observer, report)
         except Exception as problem:
             report["error"] = f"{type(problem).__name__}: {problem} at {line_of(problem)}"
-    collectives = [collective.summary for collective in observer.collectives]
+    collectives = [summary(collective) for collective in observer.collectives]
     return report | {"findings": observer.findings, "collectives": collectives, "kernels": observer.kernels,
                    "varlen": observer.varlen,
                    "scaled": [[*call, times] for call, times in observer.scaled.items()]}  # fmt: skip
+
+
+def summary(collective: Collective) -> tuple[int, int, int, str, int]:
+    """(first rank, stride between ranks, number of ranks, kind, bytes)."""
+    ranks = collective.ranks
+    stride = ranks[1] - ranks[0]
+    assert ranks == tuple(range(ranks[0], ranks[-1] + 1, stride))
+    return ranks[0], stride, len(ranks), collective.kind, collective.size
 
 
 def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, report: dict[str, Any]) -> None:
