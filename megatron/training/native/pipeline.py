@@ -127,7 +127,7 @@ class Pipeline:
         stages = partition_layers(args, self._placement.stages)
         self._has_backward = [specs[-1].index >= stage.lowest_trained for specs in stages]
         self._sends_gradients = [specs[0].index > stage.lowest_trained for specs in stages]
-        self._chunk_of = {number: chunk for chunk, number in enumerate(self._placement.stages_of(self._rank))}
+        self.chunk_of = {number: chunk for chunk, number in enumerate(self._placement.stages_of(self._rank))}
         self._plans: dict[int, Plan] = {}  # by number of micro-batches
         self._coming: dict[int, deque[Input]] = {}
         self._received: dict[Input, tuple[dist.Work | None, Tensor]] = {}
@@ -177,7 +177,7 @@ class Pipeline:
         passes: dict[Action, GradientPass] = {}
         begun_stages = set[int]()
         for action in (action for action in reversed(actions) if action.kind != "forward"):
-            layers = frozenset(spec.index for spec in self._stage.chunks[self._chunk_of[action.stage]])
+            layers = frozenset(spec.index for spec in self._stage.chunks[self.chunk_of[action.stage]])
             is_deferred = action.kind == "backward_weight"
             passes[action] = GradientPass(layers, action.stage not in begun_stages, not begun_stages, is_deferred)
             begun_stages.add(action.stage)
@@ -204,7 +204,7 @@ class Pipeline:
         table: the actions of that rank.
         """
         outputs = (self._output(action) for action in table)
-        return [output for output in outputs if output is not None and output.stage in self._chunk_of]
+        return [output for output in outputs if output is not None and output.stage in self.chunk_of]
 
     def _receive(self, action: Action, batches: list[Batch]) -> None:
         """Begin to receive the tensor that an action needs, and those that its sender sends before."""
@@ -243,7 +243,7 @@ class Pipeline:
             if self._sends_gradients[action.stage]:
                 self._inputs[key] = received
             hidden = HiddenStates(received)
-        out = self._stage(hidden, batch, lambda head: scaled_loss(head, batch), self._chunk_of[action.stage])
+        out = self._stage(hidden, batch, lambda head: scaled_loss(head, batch), self.chunk_of[action.stage])
         if not isinstance(out, HiddenStates):
             self._outputs[key] = out
             return out.detach()
@@ -267,8 +267,9 @@ class Pipeline:
             self._send(gradient, output)
 
     def _backward_weight(self, action: Action) -> None:
-        for add_gradient in self._deferred.pop(action[1:]):
-            add_gradient()
+        deferred = deque(self._deferred.pop(action[1:]))
+        while deferred:
+            deferred.popleft()()  # its activations are freed before the next one runs
 
     def _collected(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Returns a context in which weight gradients are left for later."""
