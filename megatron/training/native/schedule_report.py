@@ -1,9 +1,11 @@
 """Shows a pipeline schedule as text and as a picture: who does what when (`--print-schedule`)."""
 
+from collections import deque
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from string import ascii_lowercase
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from megatron.model.pipeline_partition import StagePlacement
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -15,27 +17,46 @@ _LETTER = {"forward": "F", "backward": "B", "backward_input": "I", "backward_wei
 _COLOR = {"forward": "tab:blue", "backward": "tab:orange", "backward_input": "tab:red", "backward_weight": "tab:green"}
 
 
-class Timeline(NamedTuple):
-    """A step over all pipeline ranks, if messages take no time.
+Time = TypeVar("Time", int, float)
 
-    begins: for each rank, its actions with the unit of time at which each begins.
-    length: of the step, in units of time: 1 for a forward of a stage, 2 for a backward, 1 for a part of one.
-    idle: share of all ranks' time in which they wait.
+
+class Timeline(NamedTuple, Generic[Time]):
+    """A step over all pipeline ranks.
+
+    begins: for each rank, its actions with the time at which each begins. length: of the step.
+    busy: for each rank, the time in which it does not wait.
     held: for each rank, the most forwards whose activations it holds at a time.
     """
 
-    begins: list[list[tuple[int, Action]]]
-    length: int
-    idle: float
+    begins: list[list[tuple[Time, Action]]]
+    length: Time
+    busy: list[Time]
     held: list[int]
 
+    @property
+    def idle(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1 - sum(self.busy) / (self.length * len(self.busy))
 
-def timeline(tables: list[list[Action]], placement: StagePlacement) -> Timeline:
-    """Returns when each rank runs each action of its table, as soon as it and its input are ready."""
-    todo = [list(table) for table in tables]
-    begins: list[list[tuple[int, Action]]] = [[] for _ in todo]
-    ends: dict[tuple[bool, int, int], int] = {}  # by whether it is a forward, stage and micro-batch
-    clocks = [0] * len(todo)
+
+def units(action: Action) -> int:
+    """Returns the units of time of an action: 1 for a forward, 2 for a backward, 1 for a part of one."""
+    return _DURATION[action.kind]
+
+
+def timeline(
+    tables: list[list[Action]], placement: StagePlacement, duration: Callable[[Action], Time],
+    message: Callable[[int, int], Time],
+) -> Timeline[Time]:
+    """Returns when each rank runs each action of its table, as soon as it and its input are ready.
+
+    message: the time of a message from one pipeline rank to another, during which both go on.
+    """
+    todo = [deque(table) for table in tables]
+    begins: list[list[tuple[Time, Action]]] = [[] for _ in todo]
+    ends: dict[tuple[bool, int, int], Time] = {}  # by whether it is a forward, stage and micro-batch
+    zero = message(0, 0) - message(0, 0)
+    clocks, busy = [zero] * len(todo), [zero] * len(todo)
     while any(todo):
         for rank, actions in enumerate(todo):
             while actions:
@@ -44,16 +65,20 @@ def timeline(tables: list[list[Action]], placement: StagePlacement) -> Timeline:
                 source = (is_forward, stage + (-1 if is_forward else 1), micro_batch)
                 if has_input and 0 <= source[1] < placement.stages and source not in ends:
                     break  # its input comes later
-                begin = max(clocks[rank], ends.get(source, 0) if has_input else 0)
-                begins[rank].append((begin, actions.pop(0)))
-                clocks[rank] = begin + _DURATION[kind]
+                arrival = zero
+                if has_input and source in ends:
+                    sender = placement.rank_of(source[1])
+                    arrival = ends[source] + (message(sender, rank) if sender != rank else zero)
+                action, begin = actions.popleft(), max(clocks[rank], arrival)
+                begins[rank].append((begin, action))
+                time = duration(action)
+                clocks[rank] = begin + time
+                busy[rank] += time
                 if has_input:
                     ends[is_forward, stage, micro_batch] = clocks[rank]
-    length = max(clocks)
-    busy = sum(_DURATION[action.kind] for table in tables for action in table)
     changes = {"forward": 1, "backward_input": 0}  # both gradients need the activations
     held = [max(accumulate(changes.get(action.kind, -1) for action in table)) for table in tables]
-    return Timeline(begins, length, 1 - busy / (length * len(tables)), held)
+    return Timeline(begins, max(clocks), busy, held)
 
 
 def schedule_lines(args: NeoXArgs) -> list[str]:
@@ -132,10 +157,10 @@ def _label(rank: int, action: Action, placement: StagePlacement) -> str:
     return f"{action.micro_batch}{ascii_lowercase[placement.stages_of(rank).index(action.stage) % 26]}"
 
 
-def _step_of(args: NeoXArgs) -> tuple[StagePlacement, Timeline]:
+def _step_of(args: NeoXArgs) -> tuple[StagePlacement, Timeline[int]]:
     micro_batches = micro_batches_of(args)
     if micro_batches is None:
         text = "is not set, so the number of micro-batches is not known; add --set gradient_accumulation_steps=N"
         raise args.error("gradient_accumulation_steps", text)
     placement = StagePlacement.configured(args, args.pp)
-    return placement, timeline(action_tables(args, placement, micro_batches), placement)
+    return placement, timeline(action_tables(args, placement, micro_batches), placement, units, lambda *_: 0)

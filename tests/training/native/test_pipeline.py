@@ -24,7 +24,7 @@ from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import Action, action_tables, schedule_problems
-from megatron.training.native.schedule_report import draw_schedule, schedule_lines, timeline
+from megatron.training.native.schedule_report import draw_schedule, schedule_lines, timeline, units
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
 from tests.training.layout_runs import zero
@@ -221,7 +221,7 @@ def test_the_order_of_1f1b(stages: int, micro_batches: int) -> None:
     args = NeoXArgs.from_dict(pipeline_config(stages, micro_batches, num_layers=5))
     actions = action_tables(args, placement := StagePlacement.configured(args, stages), micro_batches)
     assert idle_share(actions) == Fraction(stages - 1, micro_batches + stages - 1)
-    assert timeline(actions, placement).idle == pytest.approx(float(idle_share(actions)))
+    assert timeline(actions, placement, units, lambda *_: 0).idle == pytest.approx(float(idle_share(actions)))
     assert [(kind, i) for kind, _, i in actions[-1]] == [(k, i) for i in range(micro_batches) for k in PASS_COST]
 
 
@@ -232,7 +232,7 @@ def test_the_order_of_interleaved_1f1b(ranks: int, chunks: int, micro_batches: i
     actions = action_tables(args, placement := StagePlacement.configured(args, ranks), micro_batches)
     if micro_batches % ranks == 0:
         assert idle_share(actions) == Fraction(ranks - 1, chunks * micro_batches + ranks - 1)
-    assert timeline(actions, placement).idle == pytest.approx(float(idle_share(actions)))
+    assert timeline(actions, placement, units, lambda *_: 0).idle == pytest.approx(float(idle_share(actions)))
     done = Counter(action for table in actions for action in table)
     assert done == Counter(Action(*a) for a in product(PASS_COST, range(ranks * chunks), range(micro_batches)))  # type: ignore[arg-type]
 
