@@ -10,12 +10,19 @@ class Gpu(NamedTuple):
     """A data sheet.
 
     memory: GiB. bf16, fp8: TFLOP/s of dense matrix products; fp8 0: none. bandwidth: GB/s of the memory.
+    power: W, at most. generation: ampere, ada, hopper or blackwell. link: between GPUs of a machine. network:
+        between machines, if nothing else is said.
     """
 
     memory: float
     bf16: float
     fp8: float
     bandwidth: float
+    power: float
+    multiprocessors: int
+    generation: str
+    link: str
+    network: str
     source: str
 
 

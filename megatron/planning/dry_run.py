@@ -63,7 +63,7 @@ def _handles(groups: ParallelGroups) -> dict[str, tuple[int, ...]]:
 
 def _run_steps(args: NeoXArgs, groups: ParallelGroups, observer: Observer, report: RankReport) -> RankReport:
     """The first step makes gradients and optimizer states; the second is reported."""
-    batches = [_batch(args, groups)] * args.gradient_accumulation_steps
+    batches = [example_batch(args, groups)] * args.gradient_accumulation_steps
     with observer:
         engine = build_engine(args, groups, engine=NativeEngine)
         report = replace(report, construction_bytes=observer.peak)
@@ -92,7 +92,7 @@ def _has_chunks(args: NeoXArgs) -> bool:
     return args.pp > 1 and args.stages_per_rank > 1
 
 
-def _batch(args: NeoXArgs, groups: ParallelGroups) -> Batch:
+def example_batch(args: NeoXArgs, groups: ParallelGroups) -> Batch:
     """Returns a micro-batch of full rows, one document each, on the device."""
     windows = np.ones((args.train_micro_batch_size_per_gpu, args.seq_length + 1), np.int64)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():

@@ -5,15 +5,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.planning.fake_cuda import shim
+from megatron.planning.operations import Trace
 from megatron.planning.report import RankReport
+
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 
 class PlanError(UserError):
@@ -71,12 +76,62 @@ def run_ranks(args: NeoXArgs, ranks: Sequence[int], processes: int) -> Iterator[
     side.
     Raises PlanError if there can be no fake CUDA here, or a process dies.
     """
+    yield from on_fake_cuda(partial(_run_rank, args.to_json()), ranks, processes)
+
+
+def trace_steps(ranks: Sequence[tuple[NeoXArgs, int]], processes: int) -> Iterator[Trace]:
+    """Yields the trace of a step of each rank of a configuration, in their order.
+
+    ranks: configurations as `traced_args` returns them, each with a rank.
+    Raises PlanError as `run_ranks` does, or if a step fails.
+    """
+    yield from on_fake_cuda(_trace, [(args.to_json(), rank) for args, rank in ranks], processes)
+
+
+def traced_args(args: NeoXArgs) -> NeoXArgs:
+    """Returns the configuration of the step that is traced: not compiled, with few micro-batches: the first,
+    the last, and with pipelines one between them."""
+    micro_batches = min(args.gradient_accumulation_steps, 3 if args.pp > 1 else 2)
+    if args.pp > 1 and args.pipeline_schedule == "dualpipev":
+        micro_batches = 2 * args.pp  # it has no fewer
+    return with_micro_batches(args.replace(compile=False, distributed_backend="nccl"), micro_batches)
+
+
+def dry_run_args(args: NeoXArgs) -> NeoXArgs:
+    """Returns the configuration of a dry run: not compiled, and with at most as many micro-batches as
+    pipeline ranks hold at once."""
+    held = 2 * args.pp if args.stages_per_rank > 1 else args.pp + 1
+    micro_batches = min(args.gradient_accumulation_steps, held if args.pp > 1 else 2)
+    return with_micro_batches(args.replace(compile=False, distributed_backend="nccl"), micro_batches)
+
+
+def without_pipeline(args: NeoXArgs) -> NeoXArgs:
+    """Returns the configuration with one pipeline rank, on so many ranks fewer."""
+    assert args.world_size is not None
+    return args.replace(
+        pipe_parallel_size=1, pipeline_schedule="1f1b", virtual_pipeline_stages=None, pipeline_layers=None
+    ).for_world(args.world_size // max(args.pp, 1))
+
+
+def with_micro_batches(args: NeoXArgs, number: int) -> NeoXArgs:
+    """Returns the configuration with another number of micro-batches in a step, on as many ranks."""
+    assert args.world_size is not None
+    size = args.train_micro_batch_size_per_gpu
+    return args.replace(
+        train_batch_size=None, train_micro_batch_size_per_gpu=size, gradient_accumulation_steps=number
+    ).for_world(args.world_size)
+
+
+def on_fake_cuda(
+    function: Callable[[Argument], Result], arguments: Sequence[Argument], processes: int
+) -> Iterator[Result]:
+    """Yields the function's results in processes whose torch has fake CUDA."""
     if (reason := shim.lacking()) is not None:
         raise PlanError(reason)
-    context, number = multiprocessing.get_context("spawn"), min(processes, len(ranks))
+    context, number = multiprocessing.get_context("spawn"), min(processes, len(arguments))
     with ProcessPoolExecutor(number, context, _begin_process, (shim.build(),)) as pool:
         try:
-            yield from pool.map(partial(_run_rank, args.to_json()), ranks)
+            yield from pool.map(function, arguments)
         except BrokenProcessPool:
             message = f"a process that ran ranks has died; is memory short? use --processes {number // 2 or 1}"
             raise PlanError(message) from None
@@ -100,3 +155,14 @@ def _run_rank(args_json: str, rank: int) -> RankReport:
     from megatron.planning.dry_run import run_rank  # imports torch, which must find the library
 
     return run_rank(NeoXArgs.from_json(args_json), rank)
+
+
+def _trace(place: tuple[str, int]) -> Trace:
+    from megatron.planning.dry_run import line_of  # imports torch, which must find the library
+    from megatron.planning.tracing import trace_step
+
+    try:
+        return trace_step(NeoXArgs.from_json(place[0]), place[1])
+    except Exception as problem:
+        line = f"a planned step fails: {type(problem).__name__}: {problem} ({line_of(problem)})"
+        raise PlanError(line) from problem

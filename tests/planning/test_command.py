@@ -18,7 +18,7 @@ from tests.fake.layouts import HIDDEN, MODEL, VOCAB
 from tests.training.layout_runs import args_of
 
 # What these tests depend on and no import names: spawned processes run it.
-DEPENDS_ON = ("megatron.planning.dry_run",)
+DEPENDS_ON = ("megatron.planning.dry_run", "megatron.planning.tracing")
 needs_compiler = pytest.mark.skipif(shim.lacking() is not None, reason=f"left out: {shim.lacking()}")
 
 
@@ -45,8 +45,8 @@ def test_two_stages(plan: Callable[..., tuple[int, str, str]]) -> None:
     total = 2 * block + 2 * VOCAB * HIDDEN + HIDDEN
     assert report["model"]["total"] == report["model"]["active"] == report["model"]["trained"] == total
     assert report["layout"] == {"tensor": 2, "context": 1, "data": 2, "pipe": 2} and report["world_size"] == 8
-    assert (report["micro_batches"], report["planned_micro_batches"]) == (8, 3)
-    stage_0, stage_1 = report["ranks"]
+    assert report["micro_batches"] == 8 and report["time"] is None
+    stage_0, stage_1 = report["stages"]
     assert [layer for rank in (stage_0, stage_1) for layer in rank["layers"]] == [0, 2, 3, 5, 6]
     norms = 2 * HIDDEN  # not sharded
     assert stage_0["weights"] == 2 * ((block - norms + VOCAB * HIDDEN) // 2 + norms)
@@ -67,32 +67,49 @@ def test_lines_of_a_dry_run(plan: Callable[..., tuple[int, str, str]]) -> None:
     assert axes["tensor"] == "within" and axes["data"] == "between"
 
 
-@pytest.mark.product
+@pytest.mark.more
 @needs_compiler
-def test_bytes_are_those_of_all_micro_batches(plan: Callable[..., tuple[int, str, str]]) -> None:
-    """Two micro-batches are run, and one; those of six equal what six runs of one add up to."""
-    zero = {"zero_optimization": {"stage": 3}}
-    sent = [json.loads(plan("--gpus", "2", "--json", gradient_accumulation_steps=number, **zero)[1])["sent"]
-            for number in (1, 2, 6)]  # fmt: skip
-    smallest, medium, largest = (
-        {(row["axis"], row["kind"]): (row["size"], row["calls"]) for row in rows} for rows in sent
-    )
-    for key in smallest:
-        for place in (0, 1):
-            expected = smallest[key][place] + 5 * (medium[key][place] - smallest[key][place])
-            assert largest[key][place] == pytest.approx(expected)
-    assert any(largest[key][0] > 5 * smallest[key][0] for key in smallest)
+def test_seconds_days_and_price(plan: Callable[..., tuple[int, str, str]]) -> None:
+    """All follow from the seconds of a step."""
+    flags = ("--gpus", "4", "--gpu", "gh200", "--gpus-per-node", "2", "--net", "tcp", "--price", "3", "--json")
+    report = json.loads(plan(*flags, train_iters=7200)[1])
+    time, model = report["time"], report["model"]
+    assert sum(time["parts"].values()) == pytest.approx(time["seconds"]) and report["fits"] is True
+    assert time["tokens_per_s_per_gpu"] == pytest.approx(model["tokens"] / time["seconds"] / 4)
+    assert time["gpu_hours"] == pytest.approx(4 * 2 * time["seconds"]) == time["price"] / 3
+    assert time["days"] == pytest.approx(time["seconds"] / 12)
+    assert time["mwh"] == pytest.approx(time["gpu_hours"] * 9e-4)
+    assert time["share_of_peak"] == pytest.approx(model["flops"] / time["seconds"] / 4 / 989.4e12)
+    fast = json.loads(plan("--gpus", "4", "--gpu", "gh200", "--json", train_iters=7200)[1])
+    assert fast["time"]["parts"]["data"] < time["parts"]["data"], "all four are on one machine"
+
+
+@needs_compiler
+def test_ways_to_fit(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """A step that does not fit: the cheapest changes that do, and each, planned by itself, fits."""
+    memory = ("--gpus", "2", "--gpu", "h100", "--gpu-memory")
+    keys = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    planned = json.loads(plan(*memory, "1", "--json", **keys)[1])
+    assert planned["fits"] is True and planned["ways"] is None
+    limit = str(0.8 * planned["stages"][0]["step"] / 2**30)
+    code, out, _ = plan(*memory, limit, "--json", **keys)
+    report = json.loads(out)
+    assert code == 1 and report["fits"] is False and len(report["ways"]) == 3
+    assert [way["seconds"] for way in report["ways"]] == sorted(way["seconds"] for way in report["ways"])
+    changes = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in report["ways"][0]["changes"].items()]
+    code, out, _ = plan(*memory, limit, "--json", "--set", *changes, **keys)
+    planned = json.loads(out)
+    assert code == 0 and planned["fits"] is True and planned["model"]["tokens"] == report["model"]["tokens"]
+    assert max(stage["step"] for stage in planned["stages"]) == report["ways"][0]["step_bytes"]
+    assert planned["time"]["seconds"] == pytest.approx(report["ways"][0]["seconds"])
 
 
 @needs_compiler
 def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sizes are told, and none fits."""
     failed = RankReport(0, error="RuntimeError: gone (megatron/model/stage.py:1)")
-    monkeypatch.setattr("megatron.planning.command.run_ranks", lambda *args: iter([failed]))
-    code, out, _ = plan("--gpus", "1", "--gpu", "h100")
-    assert code == 1 and "problem: rank 0: RuntimeError: gone" in out and "GiB" not in out
-    code, out, _ = plan("--gpus", "1", "--gpu", "h100", "--json")
-    assert code == 1 and json.loads(out)["fits"] is None
+    monkeypatch.setattr("megatron.planning.plan.run_ranks", lambda *args: iter([failed]))
+    code, out, _ = plan("--dry-run-ranks", "1", "--gpu", "h100")
+    assert code == 1 and "problem: rank 0: RuntimeError: gone" in out
 
 
 @pytest.mark.parametrize(
@@ -111,8 +128,9 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
          ("train_micro_batch_size_per_gpu",)),
         (("--gpus", "3"), {"model_parallel_size": 2}, ("model_parallel_size", "3 ranks")),
         (("--gpus", "2", "--dry-run-ranks", "2"), {}, ("--gpus", "--dry-run-ranks")),
+        (("--net", "tcp"), {}, ("--net", "--gpu")),
     ],
-    ids=["engine", "offload", "experts", "spikes", "method", "vocabulary", "batch", "layout", "flags"],
+    ids=["engine", "offload", "experts", "spikes", "method", "vocabulary", "batch", "layout", "flags", "network"],
 )  # fmt: skip
 def test_refusals(
     flags: tuple[str, ...], keys: dict[str, Any], facts: tuple[str, ...], plan: Callable[..., tuple[int, str, str]]

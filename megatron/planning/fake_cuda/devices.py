@@ -42,6 +42,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
         }
         for name, stub in stubs.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", stubs["current_stream"]))
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             stack.enter_context(mock.patch.object(torch._C, name, lambda *args: 0, create=True))
         # Seeds are numbers, and generators real.

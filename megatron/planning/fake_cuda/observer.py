@@ -153,7 +153,7 @@ class Observer(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel() * tensor.element_size())
         size, dtype = largest.numel() * largest.element_size(), str(largest.dtype).removeprefix("torch.")
-        ranks = _members(args)
+        ranks = members(args)
         if name in ("c10d.scatter_", "c10d.gather_", "c10d.allgather_"):
             size *= len(ranks)  # a list of tensors, one for each rank
         peer = ranks[args[2]] if kind in ("send", "receive") else None
@@ -179,7 +179,7 @@ class Observer(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def _members(args: Any) -> tuple[int, ...]:
+def members(args: Any) -> tuple[int, ...]:
     """Returns the global ranks of the process group among the arguments of a collective."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):

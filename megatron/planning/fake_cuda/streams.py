@@ -98,3 +98,6 @@ class FakeStream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False

@@ -238,16 +238,23 @@ class NativeEngine(Engine):
         )
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        shards = [*self.shards.trained, *self.shards.frozen]
-        is_sharded = self.zero_stage > 0
-        params = [shard.local if is_sharded else shard.param for shard in shards]
-        masters = [s.local for s in self.shards.trained if not is_sharded and s.local is not s.param]
+        parts = [self.tensors_of(shard) for shard in (*self.shards.trained, *self.shards.frozen)]
+        weights, states = ([t for part in parts for t in part[name]] for name in ("weights", "optimizer states"))
         gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
         return {
-            "weights": [*params, *quantized_memory(self._stage)],
-            "gradients": gradients,
-            "optimizer states": [*masters, *state_tensors(self._update.state)],
-        }
+            "weights": [*weights, *quantized_memory(self._stage)], "gradients": gradients, "optimizer states": states
+        }  # fmt: skip
+
+    def chunk_of(self, stage: int) -> int:
+        """Returns which of this rank's chunks a pipeline stage is."""
+        return self._pipeline.chunk_of[stage]
+
+    def tensors_of(self, shard: Shard) -> dict[str, list[Tensor]]:
+        """Returns the memory that one parameter takes between steps, without its gradient."""
+        is_sharded = self.zero_stage > 0
+        masters = [] if is_sharded or shard.local is shard.param else [shard.local]
+        states = state_tensors({shard.local: self._update.state.get(shard.local, {})})
+        return {"weights": [shard.local if is_sharded else shard.param], "optimizer states": [*masters, *states]}
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
         """Returns those of `tensors` that count on this rank, so that each element counts once over all

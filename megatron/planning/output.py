@@ -1,0 +1,171 @@
+"""Shows a plan as text and as JSON."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.planning.plan import GIB, Plan
+from megatron.planning.ranks import strides
+
+# What parts of a step are called; the others are collectives by axis that other work does not hide.
+_PARTS = {
+    "products": "products", "attention": "attention", "memory-bound": "memory-bound operations",
+    "host": "waiting for the host", "update": "update of the weights", "pipeline": "waiting for other pipeline ranks",
+}  # fmt: skip
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Returns the plan for `--json`. Sizes are bytes, times seconds."""
+    args = plan.args
+    stages = [
+        {"rank": stage.rank, "layers": list(stage.layers), "between_steps": stage.memory.kept_bytes,
+         "step": stage.memory.step, **{part.replace(" ", "_"): size for part, size in stage.memory.parts.items()}}
+        for stage in plan.stages
+    ]  # fmt: skip
+    time = None if plan.time is None else {**plan.time._asdict(), **run_facts(plan)}
+    return {
+        "model": plan.size._asdict(), "world_size": args.world_size,
+        "layout": {axis: size for axis, (_, size) in strides(args).items()},
+        "micro_batches": args.gradient_accumulation_steps, "stages": stages, "time": time,
+        "goodput": None if plan.goodput is None else plan.goodput._asdict(),
+        "sent": [row._asdict() for row in plan.sent], "gpu_memory": plan.gpu_memory, "fits": plan.fits_memory,
+        "ways": None if plan.ways is None else [way._asdict() for way in plan.ways],
+        "notes": list(plan.notes), "compared_ranks": [report.rank for report in plan.reports],
+        "problems": list(plan.problems),
+    }  # fmt: skip
+
+
+def run_facts(plan: Plan) -> dict[str, float]:
+    """Returns what follows from the time of a step: rates, and time, energy and price of the run."""
+    assert plan.time is not None and plan.args.world_size is not None
+    seconds, gpus, gpu = plan.time.seconds, plan.args.world_size, plan.machine.gpu
+    peak = gpu.bf16 if plan.args.precision_fp8 in (None, "off") else gpu.fp8
+    hours = seconds * plan.args.train_iters / 3600 if plan.args.train_iters else None
+    facts = {
+        "tokens_per_s_per_gpu": plan.size.tokens / seconds / gpus,
+        "tflops_per_gpu": plan.size.flops / seconds / gpus / 1e12,
+        "share_of_peak": plan.size.flops / seconds / gpus / (peak * 1e12),
+    }  # fmt: skip
+    if hours is None:
+        return facts
+    facts |= {"days": hours / 24, "gpu_hours": hours * gpus, "mwh": hours * gpus * gpu.power / 1e6}
+    return facts if plan.price is None else {**facts, "price": hours * gpus * plan.price}
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """Yields the lines of the plan for people."""
+    args, size = plan.args, plan.size
+    active, trained = f"{_count(size.active)} of them active for a token", f"{_count(size.trained)} trained"
+    yield f"parameters: {_count(size.total)}, {active}, {trained}"
+    yield (
+        f"FLOPs of a step: {size.flops:.3g} exactly, {size.neox_flops:.3g} by GPT-NeoX's formula; "
+        f"{_count(size.tokens)} tokens"
+    )
+    layout = " x ".join(f"{axis} {count}" for axis, (_, count) in strides(args).items() if count > 1)
+    copies = args.data_parallel_size * args.context_parallel_size
+    zero = f"ZeRO {args.zero_stage}" if copies > 1 else "no ZeRO, as no ranks hold the same weights"
+    steps = _number(args.gradient_accumulation_steps, "micro-batch")
+    yield f"layout: {_number(args.world_size, 'rank')}{f': {layout}' if layout else ''}; {zero}; {steps} a step"
+    yield ""
+    yield from _memory_lines(plan)
+    yield ""
+    yield from _sent_lines(plan)
+    if plan.time is not None:
+        yield ""
+        yield from _time_lines(plan)
+    yield from (f"note: {note}" for note in plan.notes)
+    yield from (f"problem: {problem}" for problem in plan.problems)
+    if not plan.problems and plan.reports:
+        yield f"{_number(len(plan.reports), 'rank')} compared: groups, layers, order of collectives, messages agree"
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    assert plan.time is not None
+    facts, machine, args = run_facts(plan), plan.machine, plan.args
+    rate, flops, share = (facts[name] for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "share_of_peak"))
+    yield (
+        f"a step takes {plan.time.seconds:.3g} s: {rate:,.0f} tokens/s on each GPU, {flops:.0f} TFLOP/s, "
+        f"{share:.1%} of the peak"
+    )
+    parts = sorted(plan.time.parts.items(), key=lambda item: -item[1])
+    rows = [
+        (_PARTS.get(part, f"communication: {part}"), f"{seconds:.3g}", f"{seconds / plan.time.seconds:.1%}")
+        for part, seconds in parts
+        if seconds > 0.0
+    ]
+    yield from _table(("of the busiest pipeline rank", "seconds", "share"), rows)
+    if args.train_iters:
+        price = f", price {facts['price']:,.2f}" if "price" in facts else ""
+        yield (
+            f"{args.train_iters:,} steps: {facts['days']:.3g} days, {facts['gpu_hours']:,.0f} GPU-hours, "
+            f"{facts['mwh']:.3g} MWh at {machine.gpu.power:,.0f} W{price}; without saves, evaluation and failures"
+        )
+    if plan.goodput is not None:
+        steps, share, failure_interval = plan.goodput
+        days = f"; the run takes {facts['days'] / share:.3g} days" if args.train_iters and share > 0.0 else ""
+        yield (
+            f"a machine fails every {failure_interval / 3600:.3g} hours: save every {_number(steps, 'step')} "
+            f"({steps * plan.time.seconds / 60:.3g} minutes), and {share:.1%} of the time is useful{days}"
+        )
+
+
+def _sent_lines(plan: Plan) -> Iterator[str]:
+    yield "rank 0 sends in a step:"
+    rows = [
+        (row.axis, row.kind, f"{row.calls:,}", f"{row.size / GIB:.3f}", "within" if row.is_local else "between")
+        for row in plan.sent
+    ]
+    yield from _table(("to ranks along", "collective", "calls", "GiB", "machines"), rows)
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    yield "memory in GiB, without what the allocator, CUDA and NCCL take:"
+    parts = list(plan.stages[0].memory.parts)
+    rows = []
+    for number, (rank, layers, memory) in enumerate(plan.stages):
+        sizes = [memory.parts.get(part, 0) for part in parts]
+        columns = [*sizes, memory.kept_bytes - sum(sizes), memory.step - memory.kept_bytes, memory.step]
+        rows.append((f"{number}", f"{rank}", f"{len(layers)}", *(f"{size / GIB:.2f}" for size in columns)))
+    yield from _table(("stage", "rank", "layers", *parts, "other", "activations", "step"), rows)
+    if plan.gpu_memory is not None:
+        verdict = "fits" if plan.fits_memory else "does not fit"
+        yield f"the largest step, {plan.step_bytes / GIB:.2f} GiB, {verdict} {plan.gpu_memory / GIB:.2f} GiB"
+    if plan.ways is not None:
+        yield from _way_lines(plan)
+
+
+def _way_lines(plan: Plan) -> Iterator[str]:
+    assert plan.ways is not None and plan.time is not None
+    if not plan.ways:
+        yield "no way to fit it is found by one, two or three changes; take more GPUs, or others"
+        return
+    yield f"the cheapest ways to fit it, with the same global batch (as it is, a step takes {plan.time.seconds:.3g} s):"
+    rows = []
+    for way in plan.ways:
+        keys = " ".join(f"{key}={_value(value)}" for key, value in way.changes.items())
+        rows.append((f"--set {keys}", f"{way.step_bytes / GIB:.2f}", f"{way.seconds:.3g}"))
+    yield from _table(("change", "GiB", "seconds"), rows)
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+    for row in (heads, *rows):
+        cells = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _number(count: int | None, unit: str) -> str:
+    ending = "" if count == 1 else "es" if unit.endswith("batch") else "s"
+    return f"{count} {unit}{ending}"
+
+
+def _count(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.0f}"
