@@ -1,6 +1,7 @@
 """`torch.cuda` and process groups as on one rank of a machine with GPUs, for fake tensors."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from typing import Any
@@ -42,7 +43,14 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
         }
         for name, stub in stubs.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", stubs["current_stream"]))
+        current_stream = torch.accelerator.current_stream
+
+        def stream_of_caller(*args: Any) -> Any:
+            """`fully_shard` waits for fake events; the compiler needs a real stream."""
+            is_sharding = "/distributed/fsdp/" in sys._getframe(1).f_code.co_filename
+            return streams.current if is_sharding else current_stream(*args)
+
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", stream_of_caller))
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             stack.enter_context(mock.patch.object(torch._C, name, lambda *args: 0, create=True))
         # Seeds are numbers, and generators real.

@@ -98,6 +98,3 @@ class FakeStream:
 
     def query(self) -> bool:
         return True
-
-    def is_capturing(self) -> bool:
-        return False
