@@ -68,7 +68,7 @@ def _run_steps(args: NeoXArgs, groups: ParallelGroups, observer: Observer, repor
         engine = build_engine(args, groups, engine=NativeEngine)
         report = replace(report, construction_bytes=observer.peak)
         observer.findings.clear()  # what is copied to the device once
-        engine.train_step(batches if _has_chunks(args) else batches[:1], 1e-4)
+        engine.train_step(batches if has_chunks(args) else batches[:1], 1e-4)
         setup = tuple(observer.collectives)
         observer.begin_step(0)
         kept_bytes = observer.live
@@ -87,7 +87,7 @@ def _run_steps(args: NeoXArgs, groups: ParallelGroups, observer: Observer, repor
     )
 
 
-def _has_chunks(args: NeoXArgs) -> bool:
+def has_chunks(args: NeoXArgs) -> bool:
     """Returns whether the schedule needs as many micro-batches as pipeline ranks."""
     return args.pp > 1 and args.stages_per_rank > 1
 

@@ -29,25 +29,24 @@ def block_kinds(args: NeoXArgs) -> dict[int, int]:
 def traced_places(args: NeoXArgs) -> list[int]:
     """Returns the pipeline ranks to record: the first, the last, and of those between one for each
     combination of kinds of blocks."""
-    places: dict[object, int] = {}
-    for rank in range(max(args.pp, 1)):
-        places.setdefault(_place_key(args, rank), rank)
-    return sorted(places.values())
+    keys = _place_keys(args)
+    return [rank for rank, key in enumerate(keys) if keys.index(key) == rank]
 
 
 def stand_in_places(args: NeoXArgs) -> list[int]:
     """Returns for every pipeline rank the number of the one in `traced_places` that stands for it."""
-    places = traced_places(args)
-    numbers = {_place_key(args, place): number for number, place in enumerate(places)}
-    return [numbers[_place_key(args, rank)] for rank in range(max(args.pp, 1))]
+    keys = _place_keys(args)
+    different = list(dict.fromkeys(keys))
+    return [different.index(key) for key in keys]
 
 
-def _place_key(args: NeoXArgs, rank: int) -> object:
-    placement = StagePlacement.configured(args, args.pp)
-    if rank in (0, placement.ranks - 1):
-        return rank
-    kinds, stages = block_kinds(args), partition_layers(args, placement.stages)
-    return tuple(
-        frozenset(kinds[spec.index] for spec in stages[stage] if spec.index in kinds)
-        for stage in placement.stages_of(rank)
-    )
+def _place_keys(args: NeoXArgs) -> list[object]:
+    """Returns a key for each pipeline rank, equal for ranks whose stages have equal kinds of blocks."""
+    placement, kinds = StagePlacement.configured(args, args.pp), block_kinds(args)
+    stages = partition_layers(args, placement.stages)
+    stage_kinds = [frozenset(kinds[spec.index] for spec in stage if spec.index in kinds) for stage in stages]
+    ends = (0, placement.ranks - 1)
+    return [
+        rank if rank in ends else tuple(stage_kinds[stage] for stage in placement.stages_of(rank))
+        for rank in range(placement.ranks)
+    ]

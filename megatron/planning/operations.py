@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+DATA_AXES = ("data", "data_context", "expert_data")  # along which weights are gathered and gradients summed
+
 
 class Operation(NamedTuple):
     """An operation on the device.

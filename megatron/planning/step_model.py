@@ -12,13 +12,12 @@ from megatron.model.specs import BlockSpec, LayerSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.kinds import stand_in_places, traced_places
 from megatron.planning.machines import Machine
-from megatron.planning.operations import Operation, Segment, Trace
+from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace
 from megatron.planning.ranks import strides, trace_steps, traced_args
 from megatron.planning.traffic import Traffic, sent_bytes
 from megatron.training.native.pipeline_schedule import Action, action_tables
 from megatron.training.native.schedule_report import timeline
 
-_DATA_AXES = ("data", "data_context", "expert_data")
 _COMPUTE = ("products", "attention", "memory-bound")
 
 
@@ -153,7 +152,7 @@ class StepModel:
         seconds = Seconds()
         for operation in segment.operations:
             part = self._part(operation)
-            if part in ("memory-bound", *_DATA_AXES):
+            if part in ("memory-bound", *DATA_AXES):
                 operation = operation._replace(size=scale * operation.size)
             if part is not None and part != "pipe":
                 seconds[part] += operation.times * self.machine.seconds(operation)
@@ -184,8 +183,8 @@ class StepModel:
     def _exposed(self, seconds: Seconds) -> Seconds:
         """Collectives over data ranks run beside other work, which takes longer for it."""
         busy = sum(seconds[part] for part in _COMPUTE)
-        result = Seconds({part: value for part, value in seconds.items() if part not in _DATA_AXES})
-        data = sum(seconds[axis] for axis in _DATA_AXES)
+        result = Seconds({part: value for part, value in seconds.items() if part not in DATA_AXES})
+        data = sum(seconds[axis] for axis in DATA_AXES)
         if data:
             result["data"] = max(data - busy, 0.0) + self.machine.reached.overlap * min(data, busy)
         if "tensor" in result:

@@ -27,7 +27,7 @@ from megatron.mpu.deferred import DeferredGradients
 from megatron.mpu.head import chunks
 from megatron.mpu.pending_sends import PendingSends
 from megatron.neox_arguments import NeoXArgs
-from megatron.planning.dry_run import example_batch
+from megatron.planning.dry_run import example_batch, has_chunks
 from megatron.planning.fake_cuda.devices import (
     DEVICE,
     fake_cuda,
@@ -36,10 +36,10 @@ from megatron.planning.fake_cuda.devices import (
     resizes_seen,
     shared_out_evenly,
 )
-from megatron.planning.fake_cuda.observer import COLLECTIVES, Observer, members
+from megatron.planning.fake_cuda.observer import COLLECTIVES, Observer, collective_size, members
 from megatron.planning.fake_cuda.streams import Streams
 from megatron.planning.kinds import block_kinds
-from megatron.planning.operations import Operation, Segment, Trace, merged
+from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace, merged
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import Action
@@ -48,8 +48,7 @@ from megatron.training.native.update import Update
 from megatron.training.setup import build_engine
 
 _LONGEST_PERIOD = 16
-_DATA_AXES = ("data", "data_context", "expert_data")
-_AXES = ("tensor", "context", "context_heads", "context_keys", "expert", *_DATA_AXES, "pipe")
+_AXES = ("tensor", "context", "context_heads", "context_keys", "expert", *DATA_AXES, "pipe")
 # The place of the first factor among the arguments; the second follows.
 _PRODUCTS = {
     "aten.mm": 0, "aten.addmm": 1, "aten.addmm_": 1, "aten.bmm": 0, "aten.baddbmm": 1, "aten.baddbmm_": 1,
@@ -88,7 +87,7 @@ def trace_step(args: NeoXArgs, rank: int) -> Trace:
         engine = build_engine(args, groups, engine=NativeEngine)
         assert isinstance(engine, NativeEngine)
         short_batches = [example_batch(_with_short_rows(args), groups)]
-        engine.train_step(batches if args.stages_per_rank > 1 else short_batches, 1e-4)
+        engine.train_step(batches if has_chunks(args) else short_batches, 1e-4)
         recorder.findings.clear()
         recorder.begin_step(0)
         kept_bytes = recorder.live
@@ -97,9 +96,9 @@ def trace_step(args: NeoXArgs, rank: int) -> Trace:
         recorder.begin_segment(engine.stage.specs[0].index, "forward")
         engine.train_step(batches, 1e-4)
         recorder.end_segment()
-        chunks = tuple(tuple(spec.index for spec in chunk) for chunk in engine.stage.chunks)
+        layers = tuple(tuple(spec.index for spec in chunk) for chunk in engine.stage.chunks)
         return Trace(
-            chunks, kinds, tuple(recorder.segments), _layer_bytes(engine), kept_bytes,
+            layers, kinds, tuple(recorder.segments), _layer_bytes(engine), kept_bytes,
             tuple(recorder.findings),
         )  # fmt: skip
 
@@ -178,7 +177,7 @@ class Recorder(Observer):
         if len(axes) < 2:
             return axes[0] if axes else "all ranks" if len(operation.ranks) == self.world_size else "pipe"
         caller = _calling_code()
-        order = {"data": _DATA_AXES, "expert": ("expert",), "context": ("context_heads", "context_keys", "context")}
+        order = {"data": DATA_AXES, "expert": ("expert",), "context": ("context_heads", "context_keys", "context")}
         return next(axis for axis in (*order[caller], *_AXES) if axis in axes)
 
     @contextlib.contextmanager
@@ -380,18 +379,15 @@ def operation_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequen
     """Returns the operation on the device that a call is; None for a view, or no work."""
     name = func.name().split(".")[0].replace("::", ".")
     if name in COLLECTIVES:
-        largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel() * tensor.element_size())
         ranks = members(args)
-        size = largest.numel() * largest.element_size()
-        if name in ("c10d.scatter_", "c10d.gather_", "c10d.allgather_"):
-            size *= len(ranks)
-        return Operation(COLLECTIVES[name], name, 0.0, size, dtype=_dtype(largest), ranks=ranks)
+        size, dtype = collective_size(name, [*inputs, *outputs], ranks)
+        return Operation(COLLECTIVES[name], name, 0.0, size, dtype=dtype, ranks=ranks)
     if func.is_view or name.startswith(_WITHOUT_WORK) or not (inputs or outputs):
         return None
-    size = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
+    moved_bytes = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
     if "attention" in name or "attn" in name:
         kind = "attention_backward" if "backward" in name else "attention"
-        return Operation(kind, name, _attention_flops(inputs, kind), size, dtype=_dtype(inputs[0]))
+        return Operation(kind, name, _attention_flops(inputs, kind), moved_bytes, dtype=_dtype(inputs[0]))
     if name in _PRODUCTS:
         a, b = args[_PRODUCTS[name] :][:2]
         kind = "grouped" if "grouped" in name else "product"
@@ -403,8 +399,8 @@ def operation_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequen
             # Gradients of weights sum over a group's rows: as many results as groups.
             results = (rows, columns, length) if b.dim() == 3 else (rows * groups, columns, length // groups)
             shape = (*results, groups)
-        return Operation(kind, name, flops, size, shape, _dtype(a))
-    return Operation("memory", name, 0.0, size)
+        return Operation(kind, name, flops, moved_bytes, shape, _dtype(a))
+    return Operation("memory", name, 0.0, moved_bytes)
 
 
 def _attention_flops(inputs: Sequence[Tensor], kind: str) -> float:

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,8 @@ class Observer(TorchDispatchMode):
     def _note_collective(self, name: str, args: Any, inputs: list[Tensor], output: Any) -> None:
         kind = COLLECTIVES[name]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel() * tensor.element_size())
-        size, dtype = largest.numel() * largest.element_size(), str(largest.dtype).removeprefix("torch.")
         ranks = members(args)
-        if name in ("c10d.scatter_", "c10d.gather_", "c10d.allgather_"):
-            size *= len(ranks)  # a list of tensors, one for each rank
+        size, dtype = collective_size(name, [*inputs, *outputs], ranks)
         peer = ranks[args[2]] if kind in ("send", "receive") else None
         places = {"broadcast": 2, "scatter": 3, "gather": 3}
         source = args[places[kind]] if kind in places else None
@@ -177,6 +175,15 @@ class Observer(TorchDispatchMode):
         self.live += now - size[0]
         size[0] = now
         self.peak = max(self.peak, self.live)
+
+
+def collective_size(name: str, tensors: Sequence[Tensor], ranks: Sequence[int]) -> tuple[int, str]:
+    """Returns the bytes of a collective's full tensor, and its dtype. tensors: inputs and outputs."""
+    largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.element_size())
+    size = largest.numel() * largest.element_size()
+    if name in ("c10d.scatter_", "c10d.gather_", "c10d.allgather_"):
+        size *= len(ranks)  # a list of tensors, one for each rank
+    return size, str(largest.dtype).removeprefix("torch.")
 
 
 def members(args: Any) -> tuple[int, ...]:
