@@ -24,6 +24,7 @@ from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.machines import Link, Machine, Reached, read_links, read_reached
 from megatron.planning.operations import Trace
+from megatron.planning.processes import Processes
 from megatron.planning.ranks import trace_steps, traced_args, without_pipeline
 from megatron.process import run_command
 from megatron.process.command_parser import CommandParser
@@ -144,7 +145,7 @@ def machine_of(
     return Machine(gpu, shares, links[gpu.link], links[network], per_node)
 
 
-def traces(rows: Sequence[Mapping[str, Any]], processes: int, folder: Path | None = None) -> list[Trace]:
+def traces(rows: Sequence[Mapping[str, Any]], processes: Processes, folder: Path | None = None) -> list[Trace]:
     """Returns the trace of each row. folder: keeps traces; None: they are recorded each time."""
     frameworks = read_frameworks()
     planned = [planned_args_of(row, framework_of(row, frameworks)) for row in rows]
@@ -214,7 +215,8 @@ def main() -> None:
     options = parser.parse_args()
     rows, gpus = read_rows(options.list), read_gpus()
     if options.predict:
-        _print_predictions(rows, traces(rows, options.processes, options.cache))
+        with Processes(options.processes) as processes:
+            _print_predictions(rows, traces(rows, processes, options.cache))
         return
     print("| framework | model | GPUs | seq | precision | tokens/s/GPU | TFLOP/s | of the peak |")
     print("|---|---|---:|---:|---|---:|---:|---:|")

@@ -18,6 +18,7 @@ from benchmarks import published_runs as runs
 from megatron.launch.gpus import read_gpus
 from megatron.planning.machines import Reached, read_links, read_reached
 from megatron.process import run_command
+from megatron.planning.processes import Processes
 from megatron.process.command_parser import CommandParser
 
 _PROJECT, _PROJECT_COUNT = "this project", 3.0
@@ -127,7 +128,8 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="folder of recorded steps")
     options = parser.parse_args()
     rows = runs.read_rows("a")
-    tuning = Tuning(rows, runs.traces(rows, options.processes, options.cache))
+    with Processes(options.processes) as processes:
+        tuning = Tuning(rows, runs.traces(rows, processes, options.cache))
     for step in _STEPS:
         changed = tuning.improve(step)
         mean = statistics.mean(abs(math.expm1(error)) for error in tuning.errors)

@@ -17,7 +17,7 @@ from megatron.planning.goodput import Failures
 from megatron.planning.machines import Machine, read_links, read_reached
 from megatron.planning.output import as_json, lines
 from megatron.planning.plan import Plan, make_plan
-from megatron.planning.ranks import PlanError
+from megatron.planning.processes import PlanError, Processes
 from megatron.process.command_parser import CommandParser
 
 _EXAMPLES = """\
@@ -115,10 +115,11 @@ def plan_of(options: argparse.Namespace, preset_root: Path) -> Plan:
     args: NeoXArgs = load_assignments(files, parse_overrides(options.set, "--set")).check_planning()
     world = options.dry_run_ranks or options.gpus or options.gpus_per_node
     failures = Failures(options.failures, options.save_seconds, options.restart_seconds) if options.failures else None
-    return make_plan(
-        args, world, machine_of(options), has_gpu=options.gpu is not None, gpu_memory=options.gpu_memory,
-        price=options.price, failures=failures, processes=options.processes, compares=options.dry_run_ranks is not None,
-    )  # fmt: skip
+    with Processes(options.processes) as processes:
+        return make_plan(
+            args, world, machine_of(options), has_gpu=options.gpu is not None, gpu_memory=options.gpu_memory,
+            price=options.price, failures=failures, processes=processes, compares=options.dry_run_ranks is not None,
+        )  # fmt: skip
 
 
 def machine_of(options: argparse.Namespace) -> Machine:

@@ -8,6 +8,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.planning.checks import problems
 from megatron.planning.goodput import Failures, Goodput, best_goodput
 from megatron.planning.machines import Machine
+from megatron.planning.processes import Processes
 from megatron.planning.ranks import dry_run_args, ranks_of_axes, run_ranks, strides
 from megatron.planning.report import RankReport
 from megatron.planning.settled import settled_args
@@ -67,12 +68,12 @@ class Plan:
 
 def make_plan(
     args: NeoXArgs, world: int, machine: Machine, *, has_gpu: bool, gpu_memory: float | None, price: float | None,
-    failures: Failures | None, processes: int, compares: bool,
+    failures: Failures | None, processes: Processes, compares: bool,
 ) -> Plan:  # fmt: skip
     """Returns the plan of a run on `world` ranks.
 
     has_gpu: tell times on the machine's GPU. gpu_memory: in GiB; None: that GPU's, or unknown.
-    compares: also run ranks along every axis, `processes` side by side, and compare them.
+    compares: also run ranks along every axis, and compare them.
     Raises UserError if the configuration cannot be planned.
     """
     args = settled_args(args, world, machine.gpus_per_node, lambda line: print(line, file=sys.stderr))
@@ -106,7 +107,7 @@ def make_plan(
     return replace(plan, ways=tuple(ways_out(args, machine, plan.gpu_memory, processes)))
 
 
-def _dry_run(planned: NeoXArgs, processes: int) -> list[RankReport]:
+def _dry_run(planned: NeoXArgs, processes: Processes) -> list[RankReport]:
     """Returns the reports of ranks along every axis."""
     ranks, reports = ranks_of_axes(planned), list[RankReport]()
     for report in run_ranks(planned, ranks, processes):

@@ -1,28 +1,12 @@
 """Chooses ranks that stand for all ranks of a run, and runs them in processes with fake CUDA."""
 
-import multiprocessing
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
-from megatron.neox_arguments import NeoXArgs, UserError
-from megatron.planning.fake_cuda import shim
+from megatron.neox_arguments import NeoXArgs
 from megatron.planning.operations import Trace
+from megatron.planning.processes import PlanError, Processes
 from megatron.planning.report import RankReport
-
-Argument = TypeVar("Argument")
-Result = TypeVar("Result")
-
-
-class PlanError(UserError):
-    """Raised if this machine cannot plan a run."""
 
 
 def strides(args: NeoXArgs) -> dict[str, tuple[int, int]]:
@@ -69,23 +53,22 @@ def ranks_of_axes(args: NeoXArgs) -> list[int]:
     return sorted(along_axes | {distance * size - 1})
 
 
-def run_ranks(args: NeoXArgs, ranks: Sequence[int], processes: int) -> Iterator[RankReport]:
+def run_ranks(args: NeoXArgs, ranks: Sequence[int], processes: Processes) -> Iterator[RankReport]:
     """Yields the report of each rank, in the order of `ranks`, as soon as it is there.
 
-    args: with the world size, the vocabulary and few micro-batches resolved. processes: run ranks side by
-    side.
-    Raises PlanError if there can be no fake CUDA here, or a process dies.
+    args: with the world size, the vocabulary and few micro-batches resolved.
+    Raises PlanError as `Processes.map` does.
     """
-    yield from on_fake_cuda(partial(_run_rank, args.to_json()), ranks, processes)
+    yield from processes.map(partial(_run_rank, args.to_json()), ranks)
 
 
-def trace_steps(ranks: Sequence[tuple[NeoXArgs, int]], processes: int) -> Iterator[Trace]:
+def trace_steps(ranks: Sequence[tuple[NeoXArgs, int]], processes: Processes) -> Iterator[Trace]:
     """Yields the trace of a step of each rank of a configuration, in their order.
 
     ranks: configurations as `traced_args` returns them, each with a rank.
-    Raises PlanError as `run_ranks` does, or if a step fails.
+    Raises PlanError as `Processes.map` does, or if a step fails.
     """
-    yield from on_fake_cuda(_trace, [(args.to_json(), rank) for args, rank in ranks], processes)
+    yield from processes.map(_trace, [(args.to_json(), rank) for args, rank in ranks])
 
 
 def traced_args(args: NeoXArgs) -> NeoXArgs:
@@ -120,35 +103,6 @@ def with_micro_batches(args: NeoXArgs, number: int) -> NeoXArgs:
     return args.replace(
         train_batch_size=None, train_micro_batch_size_per_gpu=size, gradient_accumulation_steps=number
     ).for_world(args.world_size)
-
-
-def on_fake_cuda(
-    function: Callable[[Argument], Result], arguments: Sequence[Argument], processes: int
-) -> Iterator[Result]:
-    """Yields the function's results in processes whose torch has fake CUDA."""
-    if (reason := shim.lacking()) is not None:
-        raise PlanError(reason)
-    context, number = multiprocessing.get_context("spawn"), min(processes, len(arguments))
-    with ProcessPoolExecutor(number, context, _begin_process, (shim.build(),)) as pool:
-        try:
-            yield from pool.map(function, arguments)
-        except BrokenProcessPool:
-            message = f"a process that ran ranks has died; is memory short? use --processes {number // 2 or 1}"
-            raise PlanError(message) from None
-
-
-def _begin_process(library: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    shim.preload(library)
-
-
-def _follow(parent: int) -> None:
-    """Ends this process soon after its parent, which may end without a word to it."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _run_rank(args_json: str, rank: int) -> RankReport:

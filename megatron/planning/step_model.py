@@ -13,6 +13,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.planning.kinds import stand_in_places, traced_places
 from megatron.planning.machines import Machine
 from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace
+from megatron.planning.processes import Processes
 from megatron.planning.ranks import strides, trace_steps, traced_args
 from megatron.planning.traffic import Traffic, sent_bytes
 from megatron.training.native.pipeline_schedule import Action, action_tables
@@ -337,7 +338,9 @@ class Memory(NamedTuple):
     step: int
 
 
-def build_models(configurations: Sequence[NeoXArgs], machine: Machine, processes: int) -> list[StepModel]:
+def build_models(
+    configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes
+) -> list[StepModel]:
     """Returns a model of each configuration, which has the world size and the vocabulary. Traces run side by
     side."""
     traced = [traced_args(args) for args in configurations]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.planning.machines import Machine
+from megatron.planning.processes import Processes
 from megatron.planning.settled import settled_args
 from megatron.planning.step_model import build_models
 from megatron.training.native.engine import NativeEngine
@@ -23,7 +24,7 @@ class Way(NamedTuple):
     seconds: float
 
 
-def ways_out(args: NeoXArgs, machine: Machine, gpu_memory: int, processes: int) -> list[Way]:
+def ways_out(args: NeoXArgs, machine: Machine, gpu_memory: int, processes: Processes) -> list[Way]:
     """Returns the three cheapest ways to fit `gpu_memory` bytes, or as many as are found.
 
     Single changes are tried first, then two at a time and three at a time, those first that free the most
@@ -66,7 +67,7 @@ def _changes(args: NeoXArgs, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     yield {"context_parallel_size": 2 * args.context_parallel_size}
 
 
-def _evaluated(args: NeoXArgs, all_changes: Sequence[Mapping[str, Any]], machine: Machine, processes: int) -> list[Way]:
+def _evaluated(args: NeoXArgs, all_changes: Sequence[Mapping[str, Any]], machine: Machine, processes: Processes) -> list[Way]:
     """Returns each change with its cost; those that the configuration refuses are left out."""
     allowed: list[tuple[Mapping[str, Any], NeoXArgs]] = []
     for changes in all_changes:

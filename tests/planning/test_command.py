@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from megatron.launch import install_root
 from megatron.planning.command import main
 from megatron.planning.fake_cuda import shim
+from megatron.planning.processes import Processes
 from megatron.planning.ranks import expected_groups, ranks_of_axes
 from megatron.planning.report import Collective, RankReport
 from megatron.planning.traffic import sent_bytes
@@ -23,8 +25,12 @@ needs_compiler = pytest.mark.skipif(shim.lacking() is not None, reason=f"left ou
 
 
 @pytest.fixture
-def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
     """Runs the command on `MODEL` and further keys; returns the exit code and both outputs."""
+
+    monkeypatch.setattr("megatron.planning.command.Processes", lambda number: nullcontext(processes))
 
     def run(*flags: str, **keys: Any) -> tuple[int, str, str]:
         file = tmp_path / "model.yml"

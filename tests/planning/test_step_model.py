@@ -10,7 +10,8 @@ from megatron.model.pipeline_partition import partition_layers
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.fake_cuda import shim
 from megatron.planning.operations import Operation, Segment, Trace
-from megatron.planning.ranks import dry_run_args, on_fake_cuda, ranks_of_stages, traced_args
+from megatron.planning.processes import Processes
+from megatron.planning.ranks import dry_run_args, ranks_of_stages, traced_args
 from megatron.planning.report import RankReport
 from megatron.planning.step_model import StepModel, traced_ranks
 from megatron.planning.traffic import sent_bytes
@@ -49,12 +50,13 @@ AXES = {
     "ep2": {("expert", "all_to_all"), ("data", "all_reduce")},
     "pp2 zero 1": {("pipe", "send"), ("data", "reduce_scatter")},
 }
-ORDINARY = ("zero 3, recomputed", "pp2 zero 1")
+MORE = ("zero 2", "cp2 zero 2", "pp2 zero bubble", "ep2")
+PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *MORE}
 
 
 def args_of(name: str) -> NeoXArgs:
     world, values = LAYOUTS[name]
-    layers = {"num_layers": 12, "gradient_accumulation_steps": 4}
+    layers = {"num_layers": 12 if values.get("pipe_parallel_size", 1) > 1 else 6, "gradient_accumulation_steps": 4}
     return NeoXArgs.from_dict({**MODEL, **layers, **values}).for_world(world)
 
 
@@ -74,14 +76,14 @@ def recorded(place: tuple[str, str, int]) -> Trace | RankReport:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", with_more(LAYOUTS, *(name for name in LAYOUTS if name not in ORDINARY)))
-def test_a_few_blocks_tell_memory_and_bytes_of_all(name: str) -> None:
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, product=PRODUCT))
+def test_a_few_blocks_tell_memory_and_bytes_of_all(name: str, processes: Processes) -> None:
     args, traced = dry_run_args(args_of(name)), traced_args(args_of(name))
     traced_places, stages = traced_ranks(traced), ranks_of_stages(args)
     places = [("trace", traced.to_json(), rank) for rank in traced_places]
     places += [("all blocks", traced.to_json(), rank) for rank in traced_places]
     places += [("run", args.to_json(), rank) for rank in stages]
-    answers: list[Any] = list(on_fake_cuda(recorded, places, 2))
+    answers: list[Any] = list(processes.map(recorded, places))
     number = len(traced_places)
     model = StepModel(args, answers[:number], MACHINE, is_fused=True)
     full_model = StepModel(args, answers[number : 2 * number], MACHINE, is_fused=True)
