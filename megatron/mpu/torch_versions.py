@@ -68,11 +68,15 @@ def clear_forward_order(modules: Iterable[FSDPModule]) -> None:
     Call it after a step without a backward, or the record grows from step to step.
     """
     for module in modules:
-        state = module._get_fsdp_state()
-        state._comm_ctx.post_forward_order.clear()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            if group is not None:
-                group._post_forward_indices.clear()
+        module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+        for group in _parameter_groups(module):
+            group._post_forward_indices.clear()
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def end_backward(root: FSDPModule) -> None:
@@ -80,6 +84,13 @@ def end_backward(root: FSDPModule) -> None:
 
     It does with them what it does at the end of a backward. root: the outermost module.
     """
+    for module in root.modules():
+        for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            # In a step of one micro-batch, only gradients of an earlier pass (of norms) are of the dtype of sums.
+            if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
+                for param in group.fsdp_params:
+                    if param.unsharded_accumulated_grad is None and hasattr(param, "_unsharded_param"):
+                        param.to_accumulated_grad_if_needed()
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 

@@ -93,6 +93,14 @@ def test_bf16_is_close_to_one_process(schedule: str) -> None:
     assert_alike(stages, expected, losses=1e-3, norms=1e-2, weights=1e-2)
 
 
+def test_a_step_of_one_micro_batch() -> None:
+    """Gradients of norms are in fp32 before deferred ones, in bf16, are there; ZeRO 1 sums them together."""
+    keys = {"num_layers": 4, "precision": "bfloat16", "train_batch_size": 4, "pipe_parallel_size": 2,
+            "train_micro_batch_size_per_gpu": 2, "engine": "native", **zero(1)}  # fmt: skip
+    curves = curves_of({s: config(LLAMA, ADAMW, keys, pipeline_schedule=s) for s in ("1f1b", "zero_bubble")}, 3, 4)
+    assert_alike({"zero_bubble": curves["zero_bubble"]}, {"zero_bubble": curves["1f1b"]}, weights=1e-3)
+
+
 @pytest.mark.product
 def test_fp8_rounds_deferred_weight_gradients_alike() -> None:
     """Each micro-batch is rounded by itself, so stages make no difference."""
