@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import published_runs as runs
 from megatron.launch.gpus import read_gpus
 from megatron.planning.machines import Reached, read_links, read_reached
-from megatron.process import run_command
 from megatron.planning.processes import Processes
+from megatron.process import run_command
 from megatron.process.command_parser import CommandParser
 
 _PROJECT, _PROJECT_COUNT = "this project", 3.0

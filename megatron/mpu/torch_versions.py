@@ -84,9 +84,10 @@ def end_backward(root: FSDPModule) -> None:
 
     It does with them what it does at the end of a backward. root: the outermost module.
     """
+    assert isinstance(root, nn.Module)
     for module in root.modules():
         for group in _parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            # In a step of one micro-batch, only gradients of an earlier pass (of norms) are of the dtype of sums.
+            # In a step of one micro-batch, only gradients of an earlier pass have the dtype of sums: norms.
             if any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params):
                 for param in group.fsdp_params:
                     if param.unsharded_accumulated_grad is None and hasattr(param, "_unsharded_param"):

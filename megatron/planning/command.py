@@ -7,15 +7,20 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.neox_arguments.neox_args import load_assignments
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.neox_arguments.reading.presets import files_of
+from megatron.planning.calibrate import main as calibrate
 from megatron.planning.goodput import Failures
-from megatron.planning.machines import Machine, read_links, read_reached
+from megatron.planning.machines import Machine, read_links, read_machine, read_reached
 from megatron.planning.output import as_json, lines
+from megatron.planning.page import write_page
 from megatron.planning.plan import Plan, make_plan
 from megatron.planning.processes import PlanError, Processes
 from megatron.process.command_parser import CommandParser
@@ -32,14 +37,26 @@ exit code: 0 when nothing is wrong, 1 when ranks do not fit together, or a step 
 
 def main(argv: Sequence[str], preset_root: Path) -> int:
     """Plans the run that the command line names, and prints the plan. Returns the exit code."""
+    if argv[:1] == ["calibrate"]:
+        return calibrate(argv[1:])
     try:
         options = _parser().parse_intermixed_args(argv)
         plan = plan_of(options, preset_root)
+        if options.html is not None:
+            _write_page(plan, options.html)
     except UserError as problem:
         sys.stderr.write(problem.error_lines("deepy.py plan"))
         return 1
     print(json.dumps(as_json(plan), indent=1) if options.json else "\n".join(lines(plan)))
     return 1 if plan.problems or plan.fits_memory is False else 0
+
+
+def _write_page(plan: Plan, path: Path) -> None:
+    """Raises PlanError if the page cannot be written."""
+    try:
+        write_page(plan, path)
+    except OSError as problem:
+        raise PlanError(f"--html {path}: {problem.strerror}; name another file") from problem
 
 
 def _parser() -> CommandParser:
@@ -61,8 +78,9 @@ def _parser() -> CommandParser:
         help=f"like --gpus; also check that ranks fit together: {checks}",
     )
     add("--gpus-per-node", type=_positive, default=8, metavar="N", help="GPUs of a machine; default: 8")
-    add("--gpu", choices=sorted(read_gpus()), metavar="NAME",
-        help=f"does a step fit this GPU, and how long does it take? {', '.join(read_gpus())}")  # fmt: skip
+    add("--gpu", metavar="NAME",
+        help=f"does a step fit this GPU, and how long does it take? {', '.join(read_gpus())}, or a file that "
+        "deepy.py plan calibrate --out FILE.toml has written")  # fmt: skip
     add("--gpu-memory", type=_positive_number, metavar="GIB", help="does a step fit this memory? default: the GPU's")
     add(
         "--net",
@@ -71,12 +89,26 @@ def _parser() -> CommandParser:
         help=f"network between machines; default: that of the GPU's reference machine; {', '.join(read_links())}",
     )
     add("--price", type=_positive_number, metavar="X", help="price of a GPU for an hour")
-    add("--failures", type=_positive_number, metavar="X",
-        help="failures of a machine in a day: how often should the run save, and how much of its time is useful?")
-    add("--save-seconds", type=_positive_number, metavar="X", default=10.0,
-        help="seconds in which a save stops training; default: 10")
-    add("--restart-seconds", type=_positive_number, metavar="X", default=120.0,
-        help="seconds from a failure to the next step; default: 120")
+    add(
+        "--failures",
+        type=_positive_number,
+        metavar="X",
+        help="failures of a machine in a day: how often should the run save, and how much of its time is useful?",
+    )
+    add(
+        "--save-seconds",
+        type=_positive_number,
+        metavar="X",
+        default=10.0,
+        help="seconds in which a save stops training; default: 10",
+    )
+    add(
+        "--restart-seconds",
+        type=_positive_number,
+        metavar="X",
+        default=120.0,
+        help="seconds from a failure to the next step; default: 120",
+    )
     cores = os.cpu_count() or 1
     add(
         "--processes",
@@ -85,6 +117,14 @@ def _parser() -> CommandParser:
         metavar="N",
         help="ranks that run side by side; default: all cores",
     )
+    add("--search", action="store_true", help="find the fastest layouts that fit, with the same global batch (--gpu)")
+    add(
+        "--explain",
+        metavar="KEY[=VALUES]",
+        help="what other values of a key change, such as --explain "
+        "pipe_parallel_size, or --explain seq_length=4096,16384 (--gpu)",
+    )
+    add("--html", type=Path, metavar="FILE", help="also write the plan as a page for a browser")
     add("--json", action="store_true", help="print JSON")
     return parser
 
@@ -111,6 +151,8 @@ def plan_of(options: argparse.Namespace, preset_root: Path) -> Plan:
         raise PlanError("--gpus and --dry-run-ranks both name the number of ranks; give one")
     if options.gpu is None and any(x is not None for x in (options.net, options.price, options.failures)):
         raise PlanError("--net, --price and --failures need --gpu, without which no time is known")
+    if options.gpu is None and (options.search or options.explain):
+        raise PlanError("--search and --explain need --gpu, without which no time is known")
     files, _ = files_of(options.conf_file, preset_root=preset_root)
     args: NeoXArgs = load_assignments(files, parse_overrides(options.set, "--set")).check_planning()
     world = options.dry_run_ranks or options.gpus or options.gpus_per_node
@@ -119,11 +161,26 @@ def plan_of(options: argparse.Namespace, preset_root: Path) -> Plan:
         return make_plan(
             args, world, machine_of(options), has_gpu=options.gpu is not None, gpu_memory=options.gpu_memory,
             price=options.price, failures=failures, processes=processes, compares=options.dry_run_ranks is not None,
+            searches=options.search, explains=_explained(options.explain),
         )  # fmt: skip
+
+
+def _explained(text: str | None) -> tuple[str, tuple[Any, ...]] | None:
+    """Returns a key and its values, written as KEY=VALUE,VALUE."""
+    if text is None:
+        return None
+    key, _, values = text.partition("=")
+    return key.replace("-", "_"), tuple(yaml.safe_load(value) for value in values.split(",")) if values else ()
 
 
 def machine_of(options: argparse.Namespace) -> Machine:
     """Returns the machine that the options name; without a GPU, an H100, whose times nobody asks for."""
-    gpu, links = read_gpus()[options.gpu or "h100"], read_links()
-    network = links[options.net or gpu.network]
-    return Machine(gpu, read_reached(gpu.generation), links[gpu.link], network, options.gpus_per_node)
+    name, links = options.gpu or "h100", read_links()
+    if name.endswith(".toml"):
+        gpu, reached = read_machine(Path(name))
+    elif name in read_gpus():
+        gpu = read_gpus()[name]
+        reached = read_reached(gpu.generation)
+    else:
+        raise PlanError(f"--gpu {name}: no such GPU; there are {', '.join(read_gpus())}, and files ending with .toml")
+    return Machine(gpu, reached, links[gpu.link], links[options.net or gpu.network], options.gpus_per_node)

@@ -1,5 +1,6 @@
 """Computes how long a machine takes for an operation, from data sheets and the shares that programs reach."""
 
+import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from megatron.launch.gpus import Gpu
 from megatron.planning.operations import Operation
+from megatron.planning.processes import PlanError
 
 _TILES = ((128, 256), (256, 128), (128, 128))  # of a product, that one multiprocessor computes at a time
 
@@ -79,6 +81,8 @@ class Machine:
         """Returns the FLOP/s of a large product."""
         if dtype.startswith("float8"):
             return self.gpu.fp8 * 1e12 * self.reached.fp8_product
+        if dtype == "float32" and self.gpu.fp32:
+            return self.gpu.fp32 * 1e12 * self.reached.product
         return self.gpu.bf16 * 1e12 * self.reached.product / (2 if dtype == "float32" else 1)
 
     def _filled(self, rows: int, columns: int, groups: int) -> float:
@@ -125,6 +129,33 @@ def read_links() -> Mapping[str, Link]:
     """Returns links between GPUs and networks between machines, by name."""
     text = Path(__file__).with_name("links.toml").read_text(encoding="utf-8")
     return {name: Link(**values) for name, values in tomllib.loads(text).items()}
+
+
+def machine_text(gpu: Gpu, reached: Reached) -> str:
+    """Returns the file of a calibrated machine (`read_machine`)."""
+    tables = {"gpu": gpu._asdict(), "reached": reached._asdict()}
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    )
+
+
+def read_machine(path: Path) -> tuple[Gpu, Reached]:
+    """Returns the GPU and the shares of a file that `deepy.py plan calibrate` has written.
+
+    Raises PlanError if it is not such a file.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        gpu, reached = Gpu(**tables["gpu"]), Reached(**tables["reached"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise PlanError(f"--gpu {path}: {problem}; write it with deepy.py plan calibrate --out {path}") from problem
+    unknown = {gpu.link, gpu.network} - {*read_links()}
+    numbers = [*gpu[:6], gpu.fp32, *reached]
+    if unknown or not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+        wrong = f"unknown link {', '.join(sorted(unknown))}" if unknown else "a value is not a number of at least 0"
+        raise PlanError(f"--gpu {path}: {wrong}; write it with deepy.py plan calibrate --out {path}")
+    return gpu, reached
 
 
 def read_reached(name: str) -> Reached:

@@ -1,16 +1,42 @@
 """Shows a plan as text and as JSON."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.planning.explain import Explained
 from megatron.planning.plan import GIB, Plan
 from megatron.planning.ranks import strides
+from megatron.planning.search import Search
+from megatron.planning.ways import Way
 
+
+class Table(NamedTuple):
+    """heads, rows: cells. ends_in_text: the last column is text, as the first is; others are numbers."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    ends_in_text: bool = False
+
+
+class Section(NamedTuple):
+    """A part of a plan: lines and tables, in their order."""
+
+    title: str
+    items: Sequence[str | Table]
+
+
+_MOST_LAYOUTS = 8
+_LONGEST_REASON = 100
 # What parts of a step are called; the others are collectives by axis that other work does not hide.
 _PARTS = {
     "products": "products", "attention": "attention", "memory-bound": "memory-bound operations",
     "host": "waiting for the host", "update": "update of the weights", "pipeline": "waiting for other pipeline ranks",
 }  # fmt: skip
+
+
+def part_name(part: str) -> str:
+    """Returns what a part of a step's time is called."""
+    return _PARTS.get(part, f"communication: {part}")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -29,8 +55,26 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "goodput": None if plan.goodput is None else plan.goodput._asdict(),
         "sent": [row._asdict() for row in plan.sent], "gpu_memory": plan.gpu_memory, "fits": plan.fits_memory,
         "ways": None if plan.ways is None else [way._asdict() for way in plan.ways],
+        "explained": None if plan.explained is None else [_explained_facts(row) for row in plan.explained],
+        "search": None if plan.search is None else _search_facts(plan.search),
         "notes": list(plan.notes), "compared_ranks": [report.rank for report in plan.reports],
         "problems": list(plan.problems),
+    }  # fmt: skip
+
+
+def _explained_facts(row: Explained) -> dict[str, Any]:
+    way = None if row.way is None else row.way._asdict()
+    return {"value": row.value, "way": way, "refusal": row.refusal}
+
+
+def _search_facts(search: Search) -> dict[str, Any]:
+    return {
+        "estimated": search.estimated, "planned": search.planned,
+        "layouts": [
+            {"layout": layout._asdict(), **way._asdict()}
+            for layout, way in zip(search.layouts, search.best, strict=True)
+        ],
+        "rejected": [rejection._asdict() for rejection in search.rejections],
     }  # fmt: skip
 
 
@@ -39,6 +83,8 @@ def run_facts(plan: Plan) -> dict[str, float]:
     assert plan.time is not None and plan.args.world_size is not None
     seconds, gpus, gpu = plan.time.seconds, plan.args.world_size, plan.machine.gpu
     peak = gpu.bf16 if plan.args.precision_fp8 in (None, "off") else gpu.fp8
+    if plan.args.params_dtype == "fp32" and gpu.fp32:
+        peak = gpu.fp32
     hours = seconds * plan.args.train_iters / 3600 if plan.args.train_iters else None
     facts = {
         "tokens_per_s_per_gpu": plan.size.tokens / seconds / gpus,
@@ -53,6 +99,19 @@ def run_facts(plan: Plan) -> dict[str, float]:
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yields the lines of the plan for people."""
+    yield from facts(plan)
+    for section in sections(plan):
+        yield ""
+        for item in section.items:
+            yield from _table_lines(item) if isinstance(item, Table) else [item]
+    yield from (f"note: {note}" for note in plan.notes)
+    yield from (f"problem: {problem}" for problem in plan.problems)
+    if not plan.problems and plan.reports:
+        yield f"{_number(len(plan.reports), 'rank')} compared: groups, layers, order of collectives, messages agree"
+
+
+def facts(plan: Plan) -> Iterator[str]:
+    """Yields lines about the model and its layout."""
     args, size = plan.args, plan.size
     active, trained = f"{_count(size.active)} of them active for a token", f"{_count(size.trained)} trained"
     yield f"parameters: {_count(size.total)}, {active}, {trained}"
@@ -65,20 +124,21 @@ def lines(plan: Plan) -> Iterator[str]:
     zero = f"ZeRO {args.zero_stage}" if copies > 1 else "no ZeRO, as no ranks hold the same weights"
     steps = _number(args.gradient_accumulation_steps, "micro-batch")
     yield f"layout: {_number(args.world_size, 'rank')}{f': {layout}' if layout else ''}; {zero}; {steps} a step"
-    yield ""
-    yield from _memory_lines(plan)
-    yield ""
-    yield from _sent_lines(plan)
+
+
+def sections(plan: Plan) -> Iterator[Section]:
+    """Yields the parts of the plan, for text and page alike."""
+    yield Section("Memory", list(_memory_items(plan)))
+    yield Section("Bytes sent", list(_sent_items(plan)))
     if plan.time is not None:
-        yield ""
-        yield from _time_lines(plan)
-    yield from (f"note: {note}" for note in plan.notes)
-    yield from (f"problem: {problem}" for problem in plan.problems)
-    if not plan.problems and plan.reports:
-        yield f"{_number(len(plan.reports), 'rank')} compared: groups, layers, order of collectives, messages agree"
+        yield Section("Seconds of a step", list(_time_items(plan)))
+    if plan.explained:
+        yield Section(f"Values of {plan.explained_key}", list(_explained_items(plan)))
+    if plan.search is not None:
+        yield Section("Fastest layouts", list(_search_items(plan, plan.search)))
 
 
-def _time_lines(plan: Plan) -> Iterator[str]:
+def _time_items(plan: Plan) -> Iterator[str | Table]:
     assert plan.time is not None
     facts, machine, args = run_facts(plan), plan.machine, plan.args
     rate, flops, share = (facts[name] for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "share_of_peak"))
@@ -88,11 +148,11 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     )
     parts = sorted(plan.time.parts.items(), key=lambda item: -item[1])
     rows = [
-        (_PARTS.get(part, f"communication: {part}"), f"{seconds:.3g}", f"{seconds / plan.time.seconds:.1%}")
+        (part_name(part), f"{seconds:.3g}", f"{seconds / plan.time.seconds:.1%}")
         for part, seconds in parts
         if seconds > 0.0
     ]
-    yield from _table(("of the busiest pipeline rank", "seconds", "share"), rows)
+    yield Table(("of the busiest pipeline rank", "seconds", "share"), rows)
     if args.train_iters:
         price = f", price {facts['price']:,.2f}" if "price" in facts else ""
         yield (
@@ -108,16 +168,16 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         )
 
 
-def _sent_lines(plan: Plan) -> Iterator[str]:
+def _sent_items(plan: Plan) -> Iterator[str | Table]:
     yield "rank 0 sends in a step:"
     rows = [
         (row.axis, row.kind, f"{row.calls:,}", f"{row.size / GIB:.3f}", "within" if row.is_local else "between")
         for row in plan.sent
     ]
-    yield from _table(("to ranks along", "collective", "calls", "GiB", "machines"), rows)
+    yield Table(("to ranks along", "collective", "calls", "GiB", "machines"), rows)
 
 
-def _memory_lines(plan: Plan) -> Iterator[str]:
+def _memory_items(plan: Plan) -> Iterator[str | Table]:
     yield "memory in GiB, without what the allocator, CUDA and NCCL take:"
     parts = list(plan.stages[0].memory.parts)
     rows = []
@@ -125,15 +185,74 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         sizes = [memory.parts.get(part, 0) for part in parts]
         columns = [*sizes, memory.kept_bytes - sum(sizes), memory.step - memory.kept_bytes, memory.step]
         rows.append((f"{number}", f"{rank}", f"{len(layers)}", *(f"{size / GIB:.2f}" for size in columns)))
-    yield from _table(("stage", "rank", "layers", *parts, "other", "activations", "step"), rows)
+    yield Table(("stage", "rank", "layers", *parts, "other", "activations", "step"), rows)
     if plan.gpu_memory is not None:
         verdict = "fits" if plan.fits_memory else "does not fit"
         yield f"the largest step, {plan.step_bytes / GIB:.2f} GiB, {verdict} {plan.gpu_memory / GIB:.2f} GiB"
     if plan.ways is not None:
-        yield from _way_lines(plan)
+        yield from _way_items(plan)
 
 
-def _way_lines(plan: Plan) -> Iterator[str]:
+def _search_items(plan: Plan, search: Search) -> Iterator[str | Table]:
+    assert plan.time is not None
+    if not search.best:
+        counts = f"{search.estimated:,} estimated and {search.planned} planned"
+        yield f"no layout fits, of {counts}; take more GPUs, or others"
+        return
+    yield (
+        f"{search.estimated:,} layouts estimated, {search.planned} of them planned. The fastest that fit "
+        f"(as it is, a step takes {plan.time.seconds:.3g} s):"
+    )
+    columns = ("tensor", "pipe", "context", "expert", "zero", "rows", "recompute", "schedule", "chunks")
+    rows = []
+    for layout, way in list(zip(search.layouts, search.best, strict=True))[:_MOST_LAYOUTS]:
+        rows.append((f"{way.seconds:.3g}", f"{way.step_bytes / GIB:.1f}", *map(str, layout)))
+    yield Table(("seconds", "GiB", *columns), rows)
+    if search.best[0].changes:
+        yield f"to run the fastest: --set {_keys(search.best[0])}"
+    else:
+        yield "the layout of the configuration is the fastest"
+    yield "why not otherwise, as estimated:"
+    yield Table(
+        ("key", "value", "the best layout with it"),
+        [(row.key, str(row.value), _first_line(row.reason)) for row in search.rejections],
+        ends_in_text=True,
+    )
+
+
+def _explained_items(plan: Plan) -> Iterator[str | Table]:
+    """Yields a line for each value: memory, seconds, and the parts that change most."""
+    assert plan.explained
+    base = plan.explained[0].way
+    assert base is not None
+    rows = []
+    for value, way, refusal in plan.explained:
+        if way is None:
+            rows.append((_value(value), "-", "-", _first_line(refusal or "")))
+            continue
+        differences = {
+            part: way.parts.get(part, 0.0) - base.parts.get(part, 0.0) for part in {**base.parts, **way.parts}
+        }
+        largest = sorted(differences, key=lambda part: -abs(differences[part]))[:3]
+        seconds = base.seconds
+        changes = [f"{part_name(p)} {differences[p]:+.3g} s" for p in largest
+                   if abs(differences[p]) > 0.002 * seconds]  # fmt: skip
+        share = "" if way is base else f" ({way.seconds / seconds - 1:+.1%})"
+        rows.append((_value(value), f"{way.step_bytes / GIB:.2f}", f"{way.seconds:.3g}{share}", ", ".join(changes)))
+    yield f"{plan.explained_key}, with the same global batch:"
+    yield Table(("value", "GiB", "seconds", "what changes most"), rows, ends_in_text=True)
+
+
+def _first_line(text: str) -> str:
+    line = text.splitlines()[0]
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + " ..."
+
+
+def _keys(way: Way) -> str:
+    return " ".join(f"{key}={_value(value)}" for key, value in way.changes.items())
+
+
+def _way_items(plan: Plan) -> Iterator[str | Table]:
     assert plan.ways is not None and plan.time is not None
     if not plan.ways:
         yield "no way to fit it is found by one, two or three changes; take more GPUs, or others"
@@ -141,20 +260,20 @@ def _way_lines(plan: Plan) -> Iterator[str]:
     yield f"the cheapest ways to fit it, with the same global batch (as it is, a step takes {plan.time.seconds:.3g} s):"
     rows = []
     for way in plan.ways:
-        keys = " ".join(f"{key}={_value(value)}" for key, value in way.changes.items())
-        rows.append((f"--set {keys}", f"{way.step_bytes / GIB:.2f}", f"{way.seconds:.3g}"))
-    yield from _table(("change", "GiB", "seconds"), rows)
+        rows.append((f"--set {_keys(way)}", f"{way.step_bytes / GIB:.2f}", f"{way.seconds:.3g}"))
+    yield Table(("change", "GiB", "seconds"), rows)
 
 
 def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
-    for row in (heads, *rows):
+def _table_lines(table: Table) -> Iterator[str]:
+    left = {0, len(table.heads) - 1} if table.ends_in_text else {0}
+    widths = [max(len(row[i]) for row in (table.heads, *table.rows)) for i in range(len(table.heads))]
+    for row in (table.heads, *table.rows):
         cells = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  " + "  ".join(cells).rstrip()
 

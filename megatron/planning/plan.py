@@ -2,15 +2,17 @@
 
 import sys
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.checks import problems
+from megatron.planning.explain import Explained, explain
 from megatron.planning.goodput import Failures, Goodput, best_goodput
 from megatron.planning.machines import Machine
 from megatron.planning.processes import Processes
 from megatron.planning.ranks import dry_run_args, ranks_of_axes, run_ranks, strides
 from megatron.planning.report import RankReport
+from megatron.planning.search import Search, search
 from megatron.planning.settled import settled_args
 from megatron.planning.size import ModelSize, model_size
 from megatron.planning.step_model import Memory, StepTime, build_models
@@ -36,7 +38,8 @@ class Plan:
     sent: what the first rank sends in a step. reports: of the ranks of a dry run.
     problems: what is wrong with them; none: nothing was found. goodput: with the failures that the user
         expects; None: none are named. ways: to fit the GPU's memory; None: they are
-        not needed, or no GPU is named.
+        not needed, or no GPU is named. search: the best layouts; None: nobody asks for them.
+    explained: values of the key `explained_key`, that of the run first.
     """
 
     args: NeoXArgs
@@ -52,6 +55,9 @@ class Plan:
     problems: tuple[str, ...]
     goodput: Goodput | None
     ways: tuple[Way, ...] | None = None
+    search: Search | None = None
+    explained_key: str | None = None
+    explained: tuple[Explained, ...] | None = None
 
     @property
     def step_bytes(self) -> int:
@@ -69,11 +75,13 @@ class Plan:
 def make_plan(
     args: NeoXArgs, world: int, machine: Machine, *, has_gpu: bool, gpu_memory: float | None, price: float | None,
     failures: Failures | None, processes: Processes, compares: bool,
+    searches: bool = False, explains: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Plan:  # fmt: skip
     """Returns the plan of a run on `world` ranks.
 
     has_gpu: tell times on the machine's GPU. gpu_memory: in GiB; None: that GPU's, or unknown.
-    compares: also run ranks along every axis, and compare them.
+    explains: a key and values of it to plan too.
+    searches: also look for the best layouts. compares: also run ranks along every axis, and compare them.
     Raises UserError if the configuration cannot be planned.
     """
     args = settled_args(args, world, machine.gpus_per_node, lambda line: print(line, file=sys.stderr))
@@ -99,12 +107,25 @@ def make_plan(
         time, price, tuple(model.traffic(0)), tuple(notes), tuple(reports),
         tuple(problems(planned, reports)) if reports else (), goodput,
     )  # fmt: skip
-    if not has_gpu or plan.fits_memory is not False:
+    if not has_gpu:
         return plan
-    assert plan.gpu_memory is not None
+    memory = plan.gpu_memory
+    assert memory is not None
+    if explains is not None:
+        key, values = explains
+        explained = tuple(explain(model, key, values, processes))
+        plan = replace(plan, explained_key=key, explained=explained)
+    if searches:
+        return replace(plan, search=search(model, memory, processes, _progress))
+    if plan.fits_memory is not False:
+        return plan
+    _progress("a step does not fit; changes by which it would are planned")
+    return replace(plan, ways=tuple(ways_out(args, machine, memory, processes)))
+
+
+def _progress(line: str) -> None:
     if sys.stderr.isatty():
-        print("a step does not fit; changes by which it would are planned", file=sys.stderr)
-    return replace(plan, ways=tuple(ways_out(args, machine, plan.gpu_memory, processes)))
+        print(line, file=sys.stderr, flush=True)
 
 
 def _dry_run(planned: NeoXArgs, processes: Processes) -> list[RankReport]:

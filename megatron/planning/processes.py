@@ -23,7 +23,7 @@ class PlanError(UserError):
 
 
 class Processes:
-    """Up to `number` processes with fake CUDA. Each starts when there is work for it, and serves all calls."""
+    """Up to `number` processes with fake CUDA. They start as there is work for them, and serve all calls."""
 
     def __init__(self, number: int) -> None:
         self.number = number

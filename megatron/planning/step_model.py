@@ -338,9 +338,7 @@ class Memory(NamedTuple):
     step: int
 
 
-def build_models(
-    configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes
-) -> list[StepModel]:
+def build_models(configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes) -> list[StepModel]:
     """Returns a model of each configuration, which has the world size and the vocabulary. Traces run side by
     side."""
     traced = [traced_args(args) for args in configurations]

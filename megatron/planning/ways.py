@@ -8,7 +8,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.planning.machines import Machine
 from megatron.planning.processes import Processes
 from megatron.planning.settled import settled_args
-from megatron.planning.step_model import build_models
+from megatron.planning.step_model import StepModel, build_models
 from megatron.training.native.engine import NativeEngine
 
 _MOST_WAYS = 3
@@ -17,11 +17,17 @@ _MOST_TRIED = 8  # combinations, because each takes seconds to plan
 
 
 class Way(NamedTuple):
-    """Keys to change. step_bytes: the largest memory of a stage in a step. seconds: of a step."""
+    """Keys to change.
+
+    step_bytes, kept_bytes: the largest memory of a stage in a step, and between steps. seconds, parts: of a
+        step (`StepTime`).
+    """
 
     changes: Mapping[str, Any]
     step_bytes: int
+    kept_bytes: int
     seconds: float
+    parts: Mapping[str, float]
 
 
 def ways_out(args: NeoXArgs, machine: Machine, gpu_memory: int, processes: Processes) -> list[Way]:
@@ -30,14 +36,14 @@ def ways_out(args: NeoXArgs, machine: Machine, gpu_memory: int, processes: Proce
     Single changes are tried first, then two at a time and three at a time, those first that free the most
     memory.
     """
-    single = _evaluated(args, list(_changes(args, machine.gpus_per_node)), machine, processes)
+    single = evaluated(args, list(_changes(args, machine.gpus_per_node)), machine, processes)
     fitting = [way for way in single if way.step_bytes <= gpu_memory]
     smallest_ways = sorted(single, key=lambda way: way.step_bytes)
     for number in (2, 3):
         if len(fitting) >= _MOST_WAYS:
             break
         joined = [_joined(ways) for ways in combinations(smallest_ways, number)]
-        joined_ways = _evaluated(args, [changes for changes in joined if changes][:_MOST_TRIED], machine, processes)
+        joined_ways = evaluated(args, [changes for changes in joined if changes][:_MOST_TRIED], machine, processes)
         fitting += [way for way in joined_ways if way.step_bytes <= gpu_memory]
     return sorted(fitting, key=lambda way: way.seconds)[:_MOST_WAYS]
 
@@ -67,25 +73,33 @@ def _changes(args: NeoXArgs, gpus_per_node: int) -> Iterator[dict[str, Any]]:
     yield {"context_parallel_size": 2 * args.context_parallel_size}
 
 
-def _evaluated(args: NeoXArgs, all_changes: Sequence[Mapping[str, Any]], machine: Machine, processes: Processes) -> list[Way]:
-    """Returns each change with its cost; those that the configuration refuses are left out."""
+def evaluated(
+    args: NeoXArgs, all_changes: Sequence[Mapping[str, Any]], machine: Machine, processes: Processes
+) -> list[Way]:
+    """Returns all changes with their cost, but for those that the configuration refuses."""
     allowed: list[tuple[Mapping[str, Any], NeoXArgs]] = []
     for changes in all_changes:
         try:
-            changed = _changed(args, changes, machine)
+            changed = changed_args(args, changes, machine)
         except ConfigError:
             continue
         batch = {key: getattr(changed, key) for key in _BATCH if getattr(changed, key) != getattr(args, key)}
         allowed.append(({**changes, **batch}, changed))
     models = build_models([changed for _, changed in allowed], machine, processes)
-    return [
-        Way(changes, max(model.memory(rank).step for rank in range(model.placement.ranks)), model.step().seconds)
-        for (changes, _), model in zip(allowed, models, strict=True)
-    ]
+    return [way_of(changes, model) for (changes, _), model in zip(allowed, models, strict=True)]
 
 
-def _changed(args: NeoXArgs, changes: Mapping[str, Any], machine: Machine) -> NeoXArgs:
-    """Raises ConfigError if the run cannot have these changes."""
+def way_of(changes: Mapping[str, Any], model: StepModel) -> Way:
+    """Returns what a step with these changes needs."""
+    memory, time = [model.memory(rank) for rank in range(model.placement.ranks)], model.step()
+    return Way(changes, max(m.step for m in memory), max(m.kept_bytes for m in memory), time.seconds, time.parts)
+
+
+def changed_args(args: NeoXArgs, changes: Mapping[str, Any], machine: Machine) -> NeoXArgs:
+    """Returns the configuration with other keys and the same global batch.
+
+    Raises ConfigError if the run cannot have them.
+    """
     assert args.world_size is not None
     rows = changes.get("train_micro_batch_size_per_gpu", args.train_micro_batch_size_per_gpu)
     batch = {"train_batch_size": args.train_batch_size, "gradient_accumulation_steps": None}

@@ -13,6 +13,7 @@ from megatron.launch.devices import visible_gpus
 from megatron.launch.doctor import main
 from megatron.launch.doctor.devices import read_gpus
 from megatron.mpu.torch_versions import all_gather_single, reduce_scatter_single
+from megatron.planning.calibrate import measured
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +33,13 @@ def test_every_gpu_is_asked_and_computes(capsys: pytest.CaptureFixture[str]) -> 
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["driver"]["state"] == checks["ability"]["state"] == "ok"
     assert "bf16 yes" in checks["ability"]["found"] and "torch's own" in checks["nccl"]["found"]
+
+
+@pytest.mark.only_gpu("it measures a GPU")
+def test_a_gpu_is_measured_for_plans() -> None:
+    gpu, reached = measured("cuda")
+    assert 0.3 < reached.product < 1 and 0.3 < reached.copy < 1 and 0.2 < reached.attention < 1
+    assert 1e-7 < reached.launch < reached.host < 1e-3 and gpu.multiprocessors > 50
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {

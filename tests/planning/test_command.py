@@ -2,43 +2,25 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
+import torch
 
-from megatron.launch import install_root
-from megatron.planning.command import main
+from megatron.neox_arguments import ConfigError
 from megatron.planning.fake_cuda import shim
-from megatron.planning.processes import Processes
 from megatron.planning.ranks import expected_groups, ranks_of_axes
 from megatron.planning.report import Collective, RankReport
 from megatron.planning.traffic import sent_bytes
+from megatron.training.builtin_callbacks.plan_comparison import PlanComparison
 from tests.fake.layouts import HIDDEN, MODEL, VOCAB
 from tests.training.layout_runs import args_of
 
 # What these tests depend on and no import names: spawned processes run it.
 DEPENDS_ON = ("megatron.planning.dry_run", "megatron.planning.tracing")
 needs_compiler = pytest.mark.skipif(shim.lacking() is not None, reason=f"left out: {shim.lacking()}")
-
-
-@pytest.fixture
-def plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command on `MODEL` and further keys; returns the exit code and both outputs."""
-
-    monkeypatch.setattr("megatron.planning.command.Processes", lambda number: nullcontext(processes))
-
-    def run(*flags: str, **keys: Any) -> tuple[int, str, str]:
-        file = tmp_path / "model.yml"
-        file.write_text(yaml.safe_dump({**MODEL, **keys}))
-        code = main([str(file), *flags], install_root())
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @needs_compiler
@@ -90,6 +72,19 @@ def test_seconds_days_and_price(plan: Callable[..., tuple[int, str, str]]) -> No
     assert fast["time"]["parts"]["data"] < time["parts"]["data"], "all four are on one machine"
 
 
+@pytest.mark.more
+@needs_compiler
+def test_the_plan_of_a_run(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(plan("--gpus", "1", "--gpu", "h100", "--json")[1])
+    args = args_of({**MODEL, "plan_file": str(file)}, {}, 1)
+    groups = SimpleNamespace(world_size=1, world_rank=0, device=torch.device("cpu"))
+    PlanComparison(SimpleNamespace(args=args, iteration=0, groups=groups))
+    with pytest.raises(ConfigError, match="micro-batches 1, here 2"):
+        changed = args_of({**MODEL, "plan_file": str(file), "gradient_accumulation_steps": 2}, {}, 1)
+        PlanComparison(SimpleNamespace(args=changed, iteration=0, groups=groups))
+
+
 @needs_compiler
 def test_ways_to_fit(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """A step that does not fit: the cheapest changes that do, and each, planned by itself, fits."""
@@ -108,6 +103,22 @@ def test_ways_to_fit(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) 
     assert code == 0 and planned["fits"] is True and planned["model"]["tokens"] == report["model"]["tokens"]
     assert max(stage["step"] for stage in planned["stages"]) == report["ways"][0]["step_bytes"]
     assert planned["time"]["seconds"] == pytest.approx(report["ways"][0]["seconds"])
+
+
+@pytest.mark.more
+@needs_compiler
+def test_other_values_of_a_key(plan: Callable[..., tuple[int, str, str]]) -> None:
+    """Each is as a plan of its own; what the run cannot have says why."""
+    flags = ("--gpus", "4", "--gpu", "h100", "--json")
+    stages = {"zero_optimization": {"stage": 1}, "train_batch_size": 8, "gradient_accumulation_steps": None}
+    rows = json.loads(plan(*flags, "--explain", "model_parallel_size=2,3", **stages)[1])["explained"]
+    assert [row["value"] for row in rows] == [1, 2, 3] and "3" in rows[2]["refusal"] and rows[2]["way"] is None
+    for row in rows[:2]:
+        report = json.loads(plan(*flags, **stages, model_parallel_size=row["value"])[1])
+        assert row["way"]["step_bytes"] == report["stages"][0]["step"]
+    assert "tensor" in rows[1]["way"]["parts"] and "tensor" not in rows[0]["way"]["parts"]
+    lines = plan(*flags[:-1], "--explain", "zero_optimization.stage", **stages)[1].splitlines()
+    assert [line.split()[0] for line in lines[-4:]] == ["1", "0", "2", "3"]
 
 
 @needs_compiler
@@ -135,8 +146,12 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
         (("--gpus", "3"), {"model_parallel_size": 2}, ("model_parallel_size", "3 ranks")),
         (("--gpus", "2", "--dry-run-ranks", "2"), {}, ("--gpus", "--dry-run-ranks")),
         (("--net", "tcp"), {}, ("--net", "--gpu")),
+        (("--search",), {}, ("--search", "--gpu")),
+        (("--gpu", "h100", "--explain", "num_layer"), {}, ("num_layer", "no such key")),
+        (("--gpu", "h100", "--explain", "vocab_file"), {}, ("vocab_file", "VALUE")),
     ],
-    ids=["engine", "offload", "experts", "spikes", "method", "vocabulary", "batch", "layout", "flags", "network"],
+    ids=["engine", "offload", "experts", "spikes", "method", "vocabulary", "batch", "layout", "flags", "network",
+         "search", "unknown key", "key without neighbours"],
 )  # fmt: skip
 def test_refusals(
     flags: tuple[str, ...], keys: dict[str, Any], facts: tuple[str, ...], plan: Callable[..., tuple[int, str, str]]

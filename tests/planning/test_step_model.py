@@ -50,8 +50,8 @@ AXES = {
     "ep2": {("expert", "all_to_all"), ("data", "all_reduce")},
     "pp2 zero 1": {("pipe", "send"), ("data", "reduce_scatter")},
 }
-MORE = ("zero 2", "cp2 zero 2", "pp2 zero bubble", "ep2")
-PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *MORE}
+LONGER = ("zero 2", "cp2 zero 2", "pp2 zero bubble", "ep2")
+PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *LONGER}
 
 
 def args_of(name: str) -> NeoXArgs:
@@ -76,7 +76,7 @@ def recorded(place: tuple[str, str, int]) -> Trace | RankReport:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, product=PRODUCT))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *LONGER, product=PRODUCT))
 def test_a_few_blocks_tell_memory_and_bytes_of_all(name: str, processes: Processes) -> None:
     args, traced = dry_run_args(args_of(name)), traced_args(args_of(name))
     traced_places, stages = traced_ranks(traced), ranks_of_stages(args)

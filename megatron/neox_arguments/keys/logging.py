@@ -60,6 +60,11 @@ class LoggingKeys:
         "logits, ..). Written to memory_parts.json beside metrics.jsonl; show it with tools/profile_memory.py",
         ge=2,
     )
+    plan_file: str | None = new_key(
+        None,
+        "A plan of this run, written with deepy.py plan a.yml --gpus N --gpu NAME --json. After 50 steps a line "
+        "compares tokens per second and memory with it",
+    )
 
 
 @dataclass(frozen=True)

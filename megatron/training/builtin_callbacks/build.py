@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.callbacks import Callback
+from megatron.callbacks import Callback, Step
 from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.training.builtin_callbacks.best_model import BestModelCallback
@@ -23,6 +23,7 @@ from megatron.training.builtin_callbacks.history import HistoryCallback
 from megatron.training.builtin_callbacks.log import LogCallback, ProgressBarCallback, build_bar
 from megatron.training.builtin_callbacks.memory_parts import MemoryParts
 from megatron.training.builtin_callbacks.packing_efficiency import PackingEfficiency
+from megatron.training.builtin_callbacks.plan_comparison import PlanComparison
 from megatron.training.builtin_callbacks.profiling import StepProfiler
 from megatron.training.builtin_callbacks.router_load import build_router_load
 from megatron.training.builtin_callbacks.saving import SaveCallback
@@ -95,7 +96,14 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     )
     router_load = build_router_load(training)
     trackers = Trackers(training, loggers)
-    log = LogCallback(training, [*probes, packing], trackers.on_settled)
+    comparisons = [PlanComparison(training)] if args.plan_file is not None else []
+
+    def on_settled(step: Step) -> None:
+        trackers.on_settled(step)
+        for comparison in comparisons:
+            comparison.on_settled(step)
+
+    log = LogCallback(training, [*probes, packing], on_settled)
 
     def settle() -> None:
         results.settle()

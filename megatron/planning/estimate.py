@@ -1,0 +1,209 @@
+"""Estimates seconds and memory of many layouts by formulas, so that a search plans only the best of them.
+
+Estimates only order layouts. What a search tells is planned from recorded steps.
+"""
+
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+from megatron.model import block_specs, layer_params
+from megatron.model.layer_products import head_products, mixing_products
+from megatron.neox_arguments import NeoXArgs
+from megatron.planning.machines import Machine
+from megatron.planning.operations import Operation
+
+_TRAVELS_IN_BLOCK = 4  # of hidden states over tensor ranks: two sums forward, two backward
+_ELEMENTWISE = 48  # bytes that a block moves besides products, for each element of a token, forward and backward
+
+
+class Layout(NamedTuple):
+    """How a run is shared out. tensor, pipe, context, expert: ranks. zero: stage. rows: of a micro-batch.
+
+    recompute: "none", "selective" or "full". schedule: `pipeline_schedule`. chunks: stages of a rank.
+    """
+
+    tensor: int
+    pipe: int
+    context: int
+    expert: int
+    zero: int
+    rows: int
+    recompute: str
+    schedule: str
+    chunks: int
+
+    @staticmethod
+    def configured(args: NeoXArgs) -> "Layout":
+        """Returns the layout of a configuration."""
+        recompute = args.recompute_granularity if args.checkpoint_activations else "none"
+        return Layout(
+            args.tp, max(args.pp, 1), args.context_parallel_size, args.expert_parallel_size, max(args.zero_stage, 0),
+            args.train_micro_batch_size_per_gpu, recompute, args.pipeline_schedule if args.pp > 1 else "1f1b",
+            args.stages_per_rank if args.pp > 1 else 1,
+        )  # fmt: skip
+
+    def keys(self) -> dict[str, Any]:
+        """Returns the keys that set this layout."""
+        is_chunked = self.schedule == "interleaved"
+        return {
+            "model_parallel_size": self.tensor, "sequence_parallel": self.tensor > 1,
+            "pipe_parallel_size": self.pipe, "pipeline_schedule": self.schedule,
+            "virtual_pipeline_stages": self.chunks if is_chunked else None,
+            "context_parallel_size": self.context, "expert_parallel_size": self.expert,
+            "zero_optimization.stage": self.zero, "train_micro_batch_size_per_gpu": self.rows,
+            "checkpoint_activations": self.recompute != "none",
+            "recompute_granularity": "full" if self.recompute == "none" else self.recompute,
+        }  # fmt: skip
+
+
+class Estimate(NamedTuple):
+    """parts: seconds of a step. kept_bytes, activations: bytes of the first stage between steps, and besides
+    in a step."""
+
+    parts: dict[str, float]
+    kept_bytes: float
+    activations: float
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a step."""
+        return sum(self.parts.values())
+
+
+class _Pass(NamedTuple):
+    """Seconds of a micro-batch in all blocks: forward, of memory-bound operations, with backward, of
+    collectives over tensor ranks and others; and in the head."""
+
+    forward: float
+    elementwise: float
+    full: float
+    tensor: float
+    exchanges: float
+    head: float
+
+
+class Estimator:
+    """Estimates layouts of one model on a number of GPUs."""
+
+    def __init__(self, args: NeoXArgs, machine: Machine) -> None:
+        assert args.world_size is not None and args.train_batch_size is not None
+        self._args, self._machine, self._world = args, machine, args.world_size
+        self._batch: int = args.train_batch_size
+        self._passes = cache(self._pass)
+
+    @cached_property
+    def _matrices(self) -> dict[tuple[Any, ...], int]:
+        """How many blocks have each matrix: (shape, sharded axis, experts)."""
+        counts: dict[tuple[Any, ...], int] = {}
+        params = layer_params(self._args)
+        for block in block_specs(self._args):
+            for spec in params[block.index]:
+                if len(spec.shape) == 2 and spec.weight_decay:
+                    key = spec.shape, spec.axis, spec.experts or 0
+                    counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def estimate(self, layout: Layout) -> Estimate:
+        """Returns seconds and memory of a layout."""
+        args, machine = self._args, self._machine
+        data = self._world // (layout.tensor * layout.pipe * layout.context)
+        micro_batches = self._batch // (data * layout.rows)
+        work = self._passes(layout.tensor, layout.context, layout.expert, layout.rows)
+        recomputed = {"none": 0.0, "selective": work.elementwise / 3, "full": work.forward}[layout.recompute]
+        tensor = work.tensor * (1.5 if layout.recompute == "full" else 1.0)
+        parts = {"computation": micro_batches * (work.full / layout.pipe + work.head)}
+        parts["recomputation"] = micro_batches * recomputed / layout.pipe
+        parts["communication: tensor"] = micro_batches * tensor / layout.pipe
+        parts["communication: expert, context"] = micro_batches * work.exchanges / layout.pipe
+        # Layers are shared out so that the stage with the head has fewer.
+        stage = sum(parts.values()) / micro_batches + (1 / layout.pipe - 1) * work.head
+        if layout.pipe > 1:
+            parts["computation"] = micro_batches * (work.full + work.head) / layout.pipe
+            idle = (layout.pipe - 1) * stage / {"1f1b": 1, "interleaved": layout.chunks}.get(layout.schedule, 3)
+            ends = 0, self._world // layout.pipe
+            message = machine.collective_seconds("send", self._hidden_bytes(layout), ends)
+            parts["pipeline"] = idle + 2 * message * (layout.pipe + 0.1 * layout.chunks * micro_batches)
+        size, members = self._parameters(layout), self._data_ranks(layout)
+        passes = micro_batches if layout.zero > 1 else 1
+        gathers = 2 * passes if layout.zero == 3 else 1
+        sums = machine.collective_seconds("reduce_scatter", 4 * size, members) * passes
+        travels = sums + machine.collective_seconds("all_gather", 2 * size, members) * gathers
+        hiding = stage * passes
+        parts["communication: data"] = max(travels - hiding, 0.0) + machine.reached.overlap * min(travels, hiding)
+        shares = len(members)
+        updated = size / (shares if layout.zero else 1)
+        parts["update"] = 28 * updated / (machine.gpu.bandwidth * 1e9 * machine.reached.copy)
+        memory = {0: 18.0, 1: 6 + 12 / shares, 2: 2 + 16 / shares, 3: 16 / shares}[layout.zero] * size
+        return Estimate(parts, memory, self._activations(layout, micro_batches, args.num_layers))
+
+    def _hidden_bytes(self, layout: Layout) -> float:
+        rows = layout.rows * self._args.seq_length / (layout.context * layout.tensor)
+        return 2.0 * rows * self._args.hidden_size
+
+    def _data_ranks(self, layout: Layout) -> tuple[int, ...]:
+        """The ranks that hold the same weights as the first one: those of its context and data groups."""
+        return tuple(range(0, self._world // layout.pipe, layout.tensor))
+
+    def _parameters(self, layout: Layout) -> float:
+        """Returns the parameters of a rank of the first stage."""
+        blocks = 0.0
+        for (shape, axis, experts), count in self._matrices.items():
+            ranks = (layout.tensor if axis is not None else 1) * (layout.expert if experts else 1)
+            blocks += count * shape[0] * shape[1] / ranks
+        edges = self._args.padded_vocab_size * self._args.hidden_size / layout.tensor
+        return blocks / layout.pipe + edges * (1 if layout.pipe > 1 or not self._args.no_weight_tying else 2)
+
+    def _activations(self, layout: Layout, micro_batches: int, blocks: int) -> float:
+        rows = layout.rows * self._args.seq_length / layout.context
+        hidden = self._hidden_bytes(layout)
+        wide = 0.0
+        for (shape, axis, experts), count in self._matrices.items():
+            share = self._args.moe_top_k / experts if experts else 1.0
+            wide += 2 * rows * count / blocks * share * (shape[0] / (layout.tensor if axis == 0 else 1))
+        block_bytes = {"none": 4 * hidden + 2 * wide, "selective": 3 * hidden + wide, "full": hidden}[layout.recompute]
+        held = min(layout.pipe + (layout.pipe - 1) / layout.chunks * (layout.chunks > 1), micro_batches)
+        return held * blocks / layout.pipe * block_bytes + (4 * hidden + 2 * wide) + 6 * hidden
+
+    def _pass(self, tensor: int, context: int, expert: int, rows: int) -> _Pass:
+        """Returns the seconds of a micro-batch in all blocks, on the ranks of a pipeline together."""
+        args, machine = self._args, self._machine
+        tokens = rows * args.seq_length // context
+        products = forward = 0.0
+        dtype = "float8_e4m3fn" if args.precision_fp8 not in (None, "off") else "bfloat16"
+        for (shape, axis, experts), count in self._matrices.items():
+            high, wide = (n // tensor if i == axis else n for i, n in enumerate(shape))
+            kind, length = "product", tokens
+            groups: tuple[int, ...] = ()
+            if experts:
+                kind, groups = "grouped", (max(experts // expert, 1),)
+                high, length = high // experts, tokens * args.moe_top_k
+            times = [
+                machine.seconds(Operation(kind, "", 2.0 * length * high * wide, 0.0, (*size, *groups), dtype))
+                for size in ((length, high, wide), (length, wide, high), (high * max(groups, default=1), wide, length))
+            ]
+            forward += count * times[0]
+            products += count * sum(times)
+        scores = 2.0 * 2.0 * tokens / tensor * sum(mixing_products(b.mixer, args.seq_length) for b in block_specs(args))
+        reached = machine.reached
+        for share, factor in ((reached.attention, 1.0), (reached.attention_backward, 2.5)):
+            seconds = factor * scores / 2 / (machine.gpu.bf16 * 1e12 * share)
+            products += seconds
+            forward += seconds if factor == 1.0 else 0.0
+        moved = _ELEMENTWISE * args.num_layers * tokens * args.hidden_size / tensor
+        elementwise = moved / (machine.gpu.bandwidth * 1e9 * reached.copy)
+        elementwise += 30 * args.num_layers * (reached.launch + reached.host)
+        forward += elementwise / 3
+        group = tuple(range(tensor))
+        size = 2.0 * tokens * args.hidden_size
+        travels = machine.collective_seconds("all_reduce", size, group) * _TRAVELS_IN_BLOCK * args.num_layers
+        exchanges = 0.0
+        if expert > 1:
+            members = tuple(range(0, tensor * expert, tensor))
+            exchanges += 4 * machine.collective_seconds("all_to_all", args.moe_top_k * size, members) * args.num_layers
+        if context > 1:
+            members = tuple(range(0, tensor * context, tensor))
+            exchanges += machine.collective_seconds("all_gather", size * context / 2, members) * args.num_layers
+        shape = tokens, args.padded_vocab_size // tensor, args.hidden_size
+        flops = 2.0 * tokens * head_products(args) / tensor
+        head = 3 * machine.seconds(Operation("product", "", flops, 0.0, shape, "bfloat16"))
+        return _Pass(forward, elementwise, products + elementwise, travels * reached.tensor, exchanges, head)

@@ -1,0 +1,191 @@
+"""Searches the fastest layouts that fit the memory of a GPU, with the same global batch.
+
+Formulas order the layouts (`estimate`). The best of them are planned from recorded steps, by which the
+formulas are corrected, until no other promises more.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.planning.estimate import Estimate, Estimator, Layout
+from megatron.planning.processes import Processes
+from megatron.planning.step_model import StepModel
+from megatron.planning.ways import Way, changed_args, evaluated, way_of
+
+_MOST_PLANNED = 16  # layouts, because each takes seconds
+_LONG_ROWS = 16384  # tokens from which on context ranks are tried
+_MOST_ROWS = 16  # of a micro-batch
+# How much a difference counts, where the planned layout most like another one is looked for.
+_WEIGHTS = {"pipe": 2, "context": 2, "expert": 2, "zero": 3, "recompute": 4}
+_KEYS = {
+    "tensor": "model_parallel_size", "pipe": "pipe_parallel_size", "context": "context_parallel_size",
+    "expert": "expert_parallel_size", "zero": "zero_optimization.stage", "rows": "train_micro_batch_size_per_gpu",
+    "recompute": "recompute_granularity", "schedule": "pipeline_schedule", "chunks": "virtual_pipeline_stages",
+}  # fmt: skip
+
+
+class Rejection(NamedTuple):
+    """A value of a key that the best layout does not have. reason: why no layout with it is the best."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+class Search(NamedTuple):
+    """estimated: number of layouts. planned: those planned from recorded steps, of which `best` fit, fastest
+    first. layouts: theirs.
+    """
+
+    estimated: int
+    planned: int
+    best: tuple[Way, ...]
+    layouts: tuple[Layout, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def search(model: StepModel, gpu_memory: int, processes: Processes, log: Callable[[str], None]) -> Search:
+    """Returns the layouts that are best for a run.
+
+    model: of the run as it is configured. log: gets a line of progress for each round.
+    """
+    state = _Searching(model, gpu_memory, processes)
+    while layouts := state.promising(max(4, processes.number)):
+        log(f"{len(state.estimates)} layouts, {len(state.ways)} planned; planning {len(layouts)} more")
+        state.plan(layouts)
+    return state.result()
+
+
+def layouts_of(args: NeoXArgs, gpus_per_node: int) -> Iterator[Layout]:
+    """Yields the layouts whose ranks and micro-batches divide those of the run."""
+    assert args.world_size is not None and args.train_batch_size is not None
+    with_context = args.seq_length >= _LONG_ROWS or args.context_parallel_size > 1
+    contexts = [*_powers(16)] if with_context else [1]
+    experts = [*_powers(args.moe_num_experts)] if args.moe_num_experts > 1 else [1]
+    for tensor in _powers(min(gpus_per_node, args.num_attention_heads)):
+        for pipe in _powers(args.num_layers):
+            for context in contexts:
+                data, remainder = divmod(args.world_size, tensor * pipe * context)
+                if remainder or data == 0 or args.num_attention_heads % tensor:
+                    continue
+                for expert in (n for n in experts if data * context % n == 0 and args.moe_num_experts % n == 0):
+                    for rows in (n for n in _powers(_MOST_ROWS) if args.train_batch_size % (n * data) == 0):
+                        for zero in (1, 2, 3) if data * context > 1 else (0,):
+                            for recompute in ("none", "selective", "full"):
+                                for schedule, chunks in _schedules(pipe, zero):
+                                    yield Layout(tensor, pipe, context, expert, zero, rows, recompute, schedule, chunks)
+
+
+def _powers(limit: int) -> Iterator[int]:
+    """Yields the powers of two up to `limit`."""
+    number = 1
+    while number <= limit:
+        yield number
+        number *= 2
+
+
+def _schedules(pipe: int, zero: int) -> list[tuple[str, int]]:
+    if pipe == 1:
+        return [("1f1b", 1)]
+    return [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), *([("zero_bubble", 1)] if zero < 2 else [])]
+
+
+class _Searching:
+    """The state of a search: what is estimated, planned and refused so far."""
+
+    def __init__(self, model: StepModel, gpu_memory: int, processes: Processes) -> None:
+        self._args, self._machine, self._processes = model.args, model.machine, processes
+        self._gpu_memory = gpu_memory
+        estimator = Estimator(model.args, model.machine)
+        self._base = Layout.configured(model.args)
+        layouts = dict.fromkeys([self._base, *layouts_of(model.args, model.machine.gpus_per_node)])
+        self.estimates = {layout: estimator.estimate(layout) for layout in layouts}
+        self.ways = {self._base: way_of({}, model)}
+        self._refused: dict[Layout, str] = {}
+
+    def plan(self, layouts: Sequence[Layout]) -> None:
+        """Plan layouts from recorded steps."""
+        ways = evaluated(self._args, [self._changes(layout) for layout in layouts], self._machine, self._processes)
+        self.ways |= zip(layouts, ways, strict=True)
+
+    def promising(self, number: int) -> list[Layout]:
+        """Returns layouts that may be faster than those planned, best first; none if there are none."""
+        best = min((way.seconds for way in self.ways.values() if self._is_small(way.step_bytes)), default=float("inf"))
+        seconds = {layout: self._corrected(layout) for layout in self.estimates if layout not in self.ways}
+        fast = (layout for layout, value in seconds.items() if value.seconds < best and self._is_small(_memory(value)))
+        result: list[Layout] = []
+        for layout in sorted(fast, key=lambda layout: seconds[layout].seconds):
+            if len(result) == min(number, _MOST_PLANNED - len(self.ways)):
+                break
+            if self._is_allowed(layout):
+                result.append(layout)
+        return result
+
+    def result(self) -> Search:
+        fitting = {layout: way for layout, way in self.ways.items() if self._is_small(way.step_bytes)}
+        order = sorted(fitting, key=lambda layout: fitting[layout].seconds)
+        rejections = tuple(self._rejections(order[0])) if order else ()
+        return Search(
+            len(self.estimates), len(self.ways), tuple(fitting[layout] for layout in order), tuple(order), rejections
+        )
+
+    def _is_small(self, size: float) -> bool:
+        return size <= self._gpu_memory
+
+    def _changes(self, layout: Layout) -> dict[str, Any]:
+        """Returns the keys by which a layout differs from that of the run."""
+        base = self._base.keys()
+        changes = {key: value for key, value in layout.keys().items() if value != base[key]}
+        if layout.expert * layout.tensor > self._machine.gpus_per_node and not self._args.expert_parallel_across_nodes:
+            changes["expert_parallel_across_nodes"] = layout.expert > 1
+        return changes
+
+    def _is_allowed(self, layout: Layout) -> bool:
+        if layout not in self._refused:
+            try:
+                changed_args(self._args, self._changes(layout), self._machine)
+            except ConfigError as problem:
+                self._refused[layout] = str(problem)
+        return not self._refused.get(layout)
+
+    def _corrected(self, layout: Layout) -> Estimate:
+        """Returns the estimate, corrected by the planned layout that is most like it."""
+        nearest = min(self.ways, key=lambda planned: _distance(planned, layout))
+        way, estimate, raw = self.ways[nearest], self.estimates[nearest], self.estimates[layout]
+        factor = way.seconds / estimate.seconds
+        activations = max(way.step_bytes - way.kept_bytes, 1) / estimate.activations
+        parts = {part: factor * value for part, value in raw.parts.items()}
+        return Estimate(parts, raw.kept_bytes * way.kept_bytes / estimate.kept_bytes, raw.activations * activations)
+
+    def _rejections(self, best: Layout) -> Iterator[Rejection]:
+        """Yields for each key the values that the best layout lacks, and why."""
+        estimates = {layout: self._corrected(layout) for layout in self.estimates}
+        for field, key in _KEYS.items():
+            for value in dict.fromkeys(getattr(layout, field) for layout in estimates):
+                if value != getattr(best, field):
+                    layouts = [layout for layout in estimates if getattr(layout, field) == value]
+                    yield Rejection(key, value, self._reason(layouts, estimates, best))
+
+    def _reason(self, layouts: Sequence[Layout], estimates: Mapping[Layout, Estimate], best: Layout) -> str:
+        """Says why none of these layouts is the best."""
+        fitting = [layout for layout in layouts if self._is_small(_memory(estimates[layout]))]
+        if not fitting:
+            smallest = min(_memory(estimates[layout]) for layout in layouts)
+            return f"does not fit: needs about {smallest / 2**30:.0f} GiB"
+        fitting.sort(key=lambda layout: estimates[layout].seconds)
+        layout = next((layout for layout in fitting if self._is_allowed(layout)), None)
+        if layout is None:
+            return self._refused[fitting[0]]
+        parts, best_parts = estimates[layout].parts, estimates[best].parts
+        differences = {part: seconds - best_parts.get(part, 0.0) for part, seconds in parts.items()}
+        slower = estimates[layout].seconds / estimates[best].seconds - 1
+        return f"{max(slower, 0.0):.0%} slower, by {max(differences, key=lambda part: differences[part])}"
+
+
+def _memory(estimate: Estimate) -> float:
+    return estimate.kept_bytes + estimate.activations
+
+
+def _distance(a: Layout, b: Layout) -> int:
+    return sum(_WEIGHTS.get(field, 1) for field in _KEYS if getattr(a, field) != getattr(b, field))
