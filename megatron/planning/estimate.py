@@ -11,6 +11,7 @@ from megatron.model.layer_products import head_products, mixing_products
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.machines import Machine
 from megatron.planning.operations import Operation
+from megatron.planning.size import model_size
 
 _TRAVELS_IN_BLOCK = 4  # of hidden states over tensor ranks: two sums forward, two backward
 _ELEMENTWISE = 48  # bytes that a block moves besides products, for each element of a token, forward and backward
@@ -19,10 +20,12 @@ _ELEMENTWISE = 48  # bytes that a block moves besides products, for each element
 class Layout(NamedTuple):
     """How a run is shared out. tensor, pipe, context, expert: ranks. zero: stage. rows: of a micro-batch.
 
+    sequence: norms and dropout are sharded over tensor ranks too (`sequence_parallel`).
     recompute: "none", "selective" or "full". schedule: `pipeline_schedule`. chunks: stages of a rank.
     """
 
     tensor: int
+    sequence: bool
     pipe: int
     context: int
     expert: int
@@ -36,17 +39,18 @@ class Layout(NamedTuple):
     def configured(args: NeoXArgs) -> "Layout":
         """Returns the layout of a configuration."""
         recompute = args.recompute_granularity if args.checkpoint_activations else "none"
+        is_piped = args.pp > 1
         return Layout(
-            args.tp, max(args.pp, 1), args.context_parallel_size, args.expert_parallel_size, max(args.zero_stage, 0),
-            args.train_micro_batch_size_per_gpu, recompute, args.pipeline_schedule if args.pp > 1 else "1f1b",
-            args.stages_per_rank if args.pp > 1 else 1,
+            args.tp, args.sequence_parallel, max(args.pp, 1), args.context_parallel_size, args.expert_parallel_size,
+            max(args.zero_stage, 0), args.train_micro_batch_size_per_gpu, recompute,
+            args.pipeline_schedule if is_piped else "1f1b", args.stages_per_rank if is_piped else 1,
         )  # fmt: skip
 
     def keys(self) -> dict[str, Any]:
         """Returns the keys that set this layout."""
         is_chunked = self.schedule == "interleaved"
         return {
-            "model_parallel_size": self.tensor, "sequence_parallel": self.tensor > 1,
+            "model_parallel_size": self.tensor, "sequence_parallel": self.sequence,
             "pipe_parallel_size": self.pipe, "pipeline_schedule": self.schedule,
             "virtual_pipeline_stages": self.chunks if is_chunked else None,
             "context_parallel_size": self.context, "expert_parallel_size": self.expert,
@@ -57,11 +61,13 @@ class Layout(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """parts: seconds of a step. kept_bytes, activations: bytes of the first stage between steps, and besides
-    in a step."""
+    """Seconds of a step by part, and memory of a rank of the first stage in it.
+
+    states: bytes of weights, gradients and optimizer states. activations: other bytes.
+    """
 
     parts: dict[str, float]
-    kept_bytes: float
+    states: float
     activations: float
 
     @property
@@ -133,11 +139,13 @@ class Estimator:
         shares = len(members)
         updated = size / (shares if layout.zero else 1)
         parts["update"] = 28 * updated / (machine.gpu.bandwidth * 1e9 * machine.reached.copy)
-        memory = {0: 18.0, 1: 6 + 12 / shares, 2: 2 + 16 / shares, 3: 16 / shares}[layout.zero] * size
-        return Estimate(parts, memory, self._activations(layout, micro_batches, args.num_layers))
+        return Estimate(
+            parts, self._states(layout, size, shares), self._activations(layout, micro_batches, args.num_layers)
+        )
 
     def _hidden_bytes(self, layout: Layout) -> float:
-        rows = layout.rows * self._args.seq_length / (layout.context * layout.tensor)
+        rows = layout.rows * self._args.seq_length / layout.context
+        rows /= layout.tensor if layout.sequence else 1
         return 2.0 * rows * self._args.hidden_size
 
     def _data_ranks(self, layout: Layout) -> tuple[int, ...]:
@@ -152,6 +160,20 @@ class Estimator:
             blocks += count * shape[0] * shape[1] / ranks
         edges = self._args.padded_vocab_size * self._args.hidden_size / layout.tensor
         return blocks / layout.pipe + edges * (1 if layout.pipe > 1 or not self._args.no_weight_tying else 2)
+
+    def _states(self, layout: Layout, size: float, shares: int) -> float:
+        """size: parameters of a rank. shares: ranks over which ZeRO shards."""
+        block = size * layout.pipe / self._args.num_layers
+        trained = self._trained_share
+        optimizer = 12.0 * size * trained / (shares if layout.zero else 1)
+        weights = 2.0 * (size if layout.zero < 3 else 2 * block)
+        gradients = 4.0 * trained * (size if layout.zero < 2 else size / shares + 2 * block)
+        return optimizer + weights + gradients
+
+    @cached_property
+    def _trained_share(self) -> float:
+        size = model_size(self._args)
+        return size.trained / size.total
 
     def _activations(self, layout: Layout, micro_batches: int, blocks: int) -> float:
         rows = layout.rows * self._args.seq_length / layout.context

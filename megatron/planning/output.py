@@ -203,10 +203,10 @@ def _search_items(plan: Plan, search: Search) -> Iterator[str | Table]:
         f"{search.estimated:,} layouts estimated, {search.planned} of them planned. The fastest that fit "
         f"(as it is, a step takes {plan.time.seconds:.3g} s):"
     )
-    columns = ("tensor", "pipe", "context", "expert", "zero", "rows", "recompute", "schedule", "chunks")
+    columns = ("tensor", "sequence", "pipe", "context", "expert", "zero", "rows", "recompute", "schedule", "chunks")
     rows = []
     for layout, way in list(zip(search.layouts, search.best, strict=True))[:_MOST_LAYOUTS]:
-        rows.append((f"{way.seconds:.3g}", f"{way.step_bytes / GIB:.1f}", *map(str, layout)))
+        rows.append((f"{way.seconds:.3g}", f"{way.step_bytes / GIB:.1f}", *map(_value, layout)))
     yield Table(("seconds", "GiB", *columns), rows)
     if search.best[0].changes:
         yield f"to run the fastest: --set {_keys(search.best[0])}"

@@ -75,13 +75,14 @@ class Plan:
 def make_plan(
     args: NeoXArgs, world: int, machine: Machine, *, has_gpu: bool, gpu_memory: float | None, price: float | None,
     failures: Failures | None, processes: Processes, compares: bool,
-    searches: bool = False, explains: tuple[str, tuple[Any, ...]] | None = None,
+    searches: bool = False, finds_ways: bool = True, explains: tuple[str, tuple[Any, ...]] | None = None,
 ) -> Plan:  # fmt: skip
     """Returns the plan of a run on `world` ranks.
 
     has_gpu: tell times on the machine's GPU. gpu_memory: in GiB; None: that GPU's, or unknown.
     explains: a key and values of it to plan too.
-    searches: also look for the best layouts. compares: also run ranks along every axis, and compare them.
+    searches: also look for the best layouts. finds_ways: look for changes by which a step fits.
+    compares: also run ranks along every axis, and compare them.
     Raises UserError if the configuration cannot be planned.
     """
     args = settled_args(args, world, machine.gpus_per_node, lambda line: print(line, file=sys.stderr))
@@ -117,7 +118,7 @@ def make_plan(
         plan = replace(plan, explained_key=key, explained=explained)
     if searches:
         return replace(plan, search=search(model, memory, processes, _progress))
-    if plan.fits_memory is not False:
+    if plan.fits_memory is not False or not finds_ways:
         return plan
     _progress("a step does not fit; changes by which it would are planned")
     return replace(plan, ways=tuple(ways_out(args, machine, memory, processes)))

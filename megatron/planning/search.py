@@ -19,7 +19,8 @@ _MOST_ROWS = 16  # of a micro-batch
 # How much a difference counts, where the planned layout most like another one is looked for.
 _WEIGHTS = {"pipe": 2, "context": 2, "expert": 2, "zero": 3, "recompute": 4}
 _KEYS = {
-    "tensor": "model_parallel_size", "pipe": "pipe_parallel_size", "context": "context_parallel_size",
+    "tensor": "model_parallel_size", "sequence": "sequence_parallel", "pipe": "pipe_parallel_size",
+    "context": "context_parallel_size",
     "expert": "expert_parallel_size", "zero": "zero_optimization.stage", "rows": "train_micro_batch_size_per_gpu",
     "recompute": "recompute_granularity", "schedule": "pipeline_schedule", "chunks": "virtual_pipeline_stages",
 }  # fmt: skip
@@ -74,7 +75,18 @@ def layouts_of(args: NeoXArgs, gpus_per_node: int) -> Iterator[Layout]:
                         for zero in (1, 2, 3) if data * context > 1 else (0,):
                             for recompute in ("none", "selective", "full"):
                                 for schedule, chunks in _schedules(pipe, zero):
-                                    yield Layout(tensor, pipe, context, expert, zero, rows, recompute, schedule, chunks)
+                                    yield Layout(
+                                        tensor,
+                                        tensor > 1,
+                                        pipe,
+                                        context,
+                                        expert,
+                                        zero,
+                                        rows,
+                                        recompute,
+                                        schedule,
+                                        chunks,
+                                    )
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -154,9 +166,9 @@ class _Searching:
         nearest = min(self.ways, key=lambda planned: _distance(planned, layout))
         way, estimate, raw = self.ways[nearest], self.estimates[nearest], self.estimates[layout]
         factor = way.seconds / estimate.seconds
-        activations = max(way.step_bytes - way.kept_bytes, 1) / estimate.activations
+        activations = max((way.step_bytes - estimate.states) / estimate.activations, 0.1)
         parts = {part: factor * value for part, value in raw.parts.items()}
-        return Estimate(parts, raw.kept_bytes * way.kept_bytes / estimate.kept_bytes, raw.activations * activations)
+        return Estimate(parts, raw.states, raw.activations * activations)
 
     def _rejections(self, best: Layout) -> Iterator[Rejection]:
         """Yields for each key the values that the best layout lacks, and why."""
@@ -184,7 +196,7 @@ class _Searching:
 
 
 def _memory(estimate: Estimate) -> float:
-    return estimate.kept_bytes + estimate.activations
+    return estimate.states + estimate.activations
 
 
 def _distance(a: Layout, b: Layout) -> int:
