@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.data import rows_per_sample, trains_preferences
 from megatron.data.batch import Batch, collate
+from megatron.data.preferences.responses import Responses
 from megatron.model import with_context
 from megatron.mpu import ParallelGroups, configured_groups
 from megatron.mpu.pending_sends import PendingSends
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import scores_reference
 from megatron.planning.fake_cuda.devices import (
     DEVICE,
     fake_cuda,
@@ -93,14 +96,30 @@ def has_chunks(args: NeoXArgs) -> bool:
 
 
 def example_batch(args: NeoXArgs, groups: ParallelGroups) -> Batch:
-    """Returns a micro-batch of full rows, one document each, on the device."""
-    windows = np.ones((args.train_micro_batch_size_per_gpu, args.seq_length + 1), np.int64)
+    """Returns a micro-batch of full rows, on the device: one document in each, or one or two answers."""
+    rows = args.train_micro_batch_size_per_gpu * rows_per_sample(args)
+    windows = np.ones((rows, args.seq_length + 1), np.int64)
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         batch = collate(
             windows, eod=0, reset_attention_mask=args.reset_attention_mask, reset_position_ids=args.reset_position_ids
         )
+        if trains_preferences(args):
+            batch = _with_answers(batch, args)
         batch = with_context(batch, args, groups)
     return batch.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
+
+
+def _with_answers(batch: Batch, args: NeoXArgs) -> Batch:
+    """Returns a micro-batch whose rows are answers: one in each row, or both of a pair if rows are packed.
+
+    The reference's log-probabilities are there, as `dpo_reference: cache` has them.
+    """
+    rows, seq = batch.tokens.shape
+    in_row = 2 if args.pack_impl == "best_fit" else 1
+    ids = torch.arange(in_row * rows).repeat_interleave(seq // in_row).view(rows, -1)
+    ids = torch.nn.functional.pad(ids, (0, seq - ids.shape[1]), value=-1)
+    numbers = torch.ones(in_row * rows)
+    return replace(batch, method=Responses(ids, numbers, numbers if scores_reference(args) else None))
 
 
 def line_of(problem: BaseException) -> str:

@@ -6,6 +6,7 @@ Estimates only order layouts. What a search tells is planned from recorded steps
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from megatron.data import rows_per_sample
 from megatron.model import block_specs, layer_params
 from megatron.model.layer_products import head_products, mixing_products
 from megatron.neox_arguments import NeoXArgs
@@ -95,6 +96,7 @@ class Estimator:
         assert args.world_size is not None and args.train_batch_size is not None
         self._args, self._machine, self._world = args, machine, args.world_size
         self._batch: int = args.train_batch_size
+        self._sample_tokens = rows_per_sample(args) * args.seq_length
         self._passes = cache(self._pass)
 
     @cached_property
@@ -144,7 +146,7 @@ class Estimator:
         )
 
     def _hidden_bytes(self, layout: Layout) -> float:
-        rows = layout.rows * self._args.seq_length / layout.context
+        rows = layout.rows * self._sample_tokens / layout.context
         rows /= layout.tensor if layout.sequence else 1
         return 2.0 * rows * self._args.hidden_size
 
@@ -176,7 +178,7 @@ class Estimator:
         return size.trained / size.total
 
     def _activations(self, layout: Layout, micro_batches: int, blocks: int) -> float:
-        rows = layout.rows * self._args.seq_length / layout.context
+        rows = layout.rows * self._sample_tokens / layout.context
         hidden = self._hidden_bytes(layout)
         wide = 0.0
         for (shape, axis, experts), count in self._matrices.items():
@@ -189,7 +191,7 @@ class Estimator:
     def _pass(self, tensor: int, context: int, expert: int, rows: int) -> _Pass:
         """Returns the seconds of a micro-batch in all blocks, on the ranks of a pipeline together."""
         args, machine = self._args, self._machine
-        tokens = rows * args.seq_length // context
+        tokens = rows * self._sample_tokens // context
         products = forward = 0.0
         dtype = "float8_e4m3fn" if args.precision_fp8 not in (None, "off") else "bfloat16"
         for (shape, axis, experts), count in self._matrices.items():

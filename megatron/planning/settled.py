@@ -6,9 +6,11 @@ from megatron.launch.environment import ProcessInfo
 from megatron.mpu import check_experts, settle_context
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.methods import method_name
+from megatron.neox_arguments.values.losses import reference_mode, scores_reference
 from megatron.tokenizer import build_tokenizer, with_vocabulary
 from megatron.training.offload import offload
 
+_PLANNED = ("language_modelling", "preferences", "reward")
 _UNPLANNED = {
     "zero_optimization": "memory of the host cannot be planned yet; leave out the offload sections",
     "lora": "quantized weights cannot be planned yet; leave out lora.quantization",
@@ -24,8 +26,10 @@ def settled_args(args: NeoXArgs, world: int, gpus_per_node: int, log: Callable[[
     """
     if args.engine == "deepspeed":
         raise args.error("engine", "deepspeed cannot be planned; set engine: native")
-    if (name := method_name(args)) != "language_modelling":
-        raise ConfigError([f"deepy.py plan: {name} cannot be planned yet; only language modelling and SFT"])
+    if (name := method_name(args)) not in _PLANNED:
+        raise ConfigError([f"deepy.py plan: {name} cannot be planned yet; planned are {', '.join(_PLANNED)} and SFT"])
+    if scores_reference(args) and reference_mode(args) == "on_the_fly":
+        raise args.error("dpo_reference", "a reference on the fly cannot be planned yet; set dpo_reference: cache")
     for key, is_set in {
         "zero_optimization": any(offload(args, name) for name in ("offload_optimizer", "offload_param")),
         "lora": (args.user_values.get("lora") or {}).get("quantization") is not None,

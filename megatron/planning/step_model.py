@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron.data import rows_per_sample
 from megatron.model.pipeline_partition import StagePlacement, partition_layers
 from megatron.model.specs import BlockSpec, LayerSpec
 from megatron.neox_arguments import NeoXArgs
@@ -252,7 +253,8 @@ class StepModel:
     def hidden_bytes(self) -> int:
         """The bytes of a micro-batch's hidden states, on one rank."""
         args = self.args
-        rows = args.train_micro_batch_size_per_gpu * args.seq_length // args.context_parallel_size
+        rows = args.train_micro_batch_size_per_gpu * rows_per_sample(args)
+        rows = rows * args.seq_length // args.context_parallel_size
         rows //= args.tp if args.sequence_parallel else 1
         return rows * args.hidden_size * (4 if args.params_dtype == "fp32" else 2)
 

@@ -15,7 +15,7 @@ from megatron.planning.ranks import expected_groups, ranks_of_axes
 from megatron.planning.report import Collective, RankReport
 from megatron.planning.traffic import sent_bytes
 from megatron.training.builtin_callbacks.plan_comparison import PlanComparison
-from tests.fake.layouts import HIDDEN, MODEL, VOCAB
+from tests.fake.layouts import DPO, HIDDEN, MODEL, VOCAB
 from tests.training.layout_runs import args_of
 
 # What these tests depend on and no import names: spawned processes run it.
@@ -139,7 +139,8 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
          {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk", "expert_parallel_size": 8},
          ("expert_parallel_size", "expert_parallel_across_nodes")),
         ((), {"skip_step_above_sigma": 6.0}, ("skip_step_above_sigma",)),
-        ((), {"distillation": {"teacher": "teacher"}}, ("distillation", "language modelling")),
+        ((), {"distillation": {"teacher": "teacher"}}, ("distillation", "language_modelling")),
+        ((), {**DPO, "dpo_reference": "on_the_fly"}, ("dpo_reference", "cache")),
         ((), {"padded_vocab_size": None}, ("padded_vocab_size", "vocab_file")),
         ((), {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None},
          ("train_micro_batch_size_per_gpu",)),
@@ -150,7 +151,8 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
         (("--gpu", "h100", "--explain", "num_layer"), {}, ("num_layer", "no such key")),
         (("--gpu", "h100", "--explain", "vocab_file"), {}, ("vocab_file", "VALUE")),
     ],
-    ids=["engine", "offload", "experts", "spikes", "method", "vocabulary", "batch", "layout", "flags", "network",
+    ids=["engine", "offload", "experts", "spikes", "method", "reference", "vocabulary", "batch", "layout", "flags",
+         "network",
          "search", "unknown key", "key without neighbours"],
 )  # fmt: skip
 def test_refusals(

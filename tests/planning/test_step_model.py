@@ -15,7 +15,7 @@ from megatron.planning.ranks import dry_run_args, ranks_of_stages, traced_args
 from megatron.planning.report import RankReport
 from megatron.planning.step_model import StepModel, traced_ranks
 from megatron.planning.traffic import sent_bytes
-from tests.fake.layouts import MODEL
+from tests.fake.layouts import DPO, MODEL, PACKED_DPO
 from tests.marks import with_more
 from tests.planning.test_machines import MACHINE
 
@@ -41,6 +41,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4 hybrid": (4, {"pipe_parallel_size": 4, "attention_config": [[["global"], 6], [["mamba2"], 6]]}),
     "ep2": (2, EXPERTS),
     "pp2 tied": (2, {**PP2, "no_weight_tying": False}),
+    "pairs, pp2 zero 1": (4, {**DPO, **PP2, "zero_optimization": {"stage": 1}}),
+    "packed pairs, cp2": (2, {**PACKED_DPO, "context_parallel_size": 2}),
+    "rewards": (2, {**DPO, "train_impl": "rm"}),
 }  # fmt: skip
 
 
@@ -50,7 +53,7 @@ AXES = {
     "ep2": {("expert", "all_to_all"), ("data", "all_reduce")},
     "pp2 zero 1": {("pipe", "send"), ("data", "reduce_scatter")},
 }
-LONGER = ("zero 2", "cp2 zero 2", "pp2 zero bubble", "ep2")
+LONGER = ("pairs, pp2 zero 1", "zero 2", "cp2 zero 2", "pp2 zero bubble", "ep2")
 PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *LONGER}
 
 
