@@ -11,7 +11,7 @@ class Gpu(NamedTuple):
 
     memory: GiB. bf16, fp8: TFLOP/s of dense matrix products; fp8 0: none. bandwidth: GB/s of the memory.
     power: W, at most. generation: ampere, ada, hopper or blackwell. link: between GPUs of a machine. network:
-        between machines, if nothing else is said. fp32: TFLOP/s as bf16's; 0: half of them, by tf32.
+        between machines, if nothing else is said. fp32: TFLOP/s without tensor cores; 0: unknown.
     """
 
     memory: float

@@ -30,14 +30,21 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.out.suffix != ".toml":
             raise PlanError(f"--out {options.out}: its name must end with .toml")
+        _check_writable(options.out)
         gpu, reached = measured(options.device)
+        options.out.write_text(machine_text(gpu, reached), encoding="utf-8")
     except PlanError as problem:
         sys.stderr.write(problem.error_lines("deepy.py plan calibrate"))
         return 1
-    options.out.write_text(machine_text(gpu, reached), encoding="utf-8")
     print(machine_text(gpu, reached))
     print(f"wrote {options.out}; plan with it: deepy.py plan a.yml --gpu {options.out}")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raises PlanError if the file cannot be written, before minutes are spent."""
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise PlanError(f"--out {path}: cannot be written; name a file in a folder that exists")
 
 
 def measured(name: str | None = None) -> tuple[Gpu, Reached]:
@@ -74,8 +81,8 @@ class _Measuring:
     def share(self, operation: Operation, seconds: float, field: str) -> float:
         """Returns the field of `Reached` by which a plan of this operation takes so many seconds."""
         link = read_links()["tcp"]
-        machine = Machine(self.gpu, self.reached._replace(**{field: 1.0}), link, link, 1)
-        return machine.seconds(operation) / seconds
+        machine = Machine(self.gpu, self.reached._replace(**{field: 1.0, "launch": 0.0}), link, link, 1)
+        return machine.seconds(operation) / max(seconds - self.reached.launch, 1e-9)
 
     def copies(self) -> None:
         """Measure the memory's bandwidth."""
@@ -95,18 +102,24 @@ class _Measuring:
 
         size = 8192 if self.is_cuda else 512
         product = Operation("product", "", 2.0 * size**3, 0.0, (size, size, size), "bfloat16")
-        for key, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        seconds = {}
+        for dtype in (torch.float32, torch.bfloat16):
             x, y = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
-            seconds = _seconds(partial(torch.mm, x, y), self.device)
-            if key == "fp32" or self.gpu.bf16 == 0.0:
-                self.note(**{key: product.flops / seconds / 1e12})
-        self.note(product=self.share(product, seconds, "product"))
-        if self.gpu.fp8 and self.is_cuda:
+            seconds[dtype] = _seconds(partial(torch.mm, x, y), self.device)
+        if self.gpu.bf16 == 0.0:
+            self.note(bf16=product.flops / seconds[torch.bfloat16] / 1e12)
+        self.note(product=self.share(product, seconds[torch.bfloat16], "product"))
+        # A share of what the file says is reached, as of bf16.
+        self.note(fp32=product.flops / seconds[torch.float32] / 1e12 / self.reached.product)
+        if self.is_cuda and torch.cuda.get_device_capability(self.device) >= (8, 9):
             x, y = (torch.randn(size, size, device=self.device).to(torch.float8_e4m3fn) for _ in range(2))
             scale = torch.ones((), device=self.device)
             run = partial(torch._scaled_mm, x, y.t(), scale, scale, out_dtype=torch.bfloat16)
-            seconds = _seconds(run, self.device)
-            self.note(fp8_product=self.share(product._replace(dtype="float8_e4m3fn"), seconds, "fp8_product"))
+            fp8_seconds = _seconds(run, self.device)
+            if self.gpu.fp8 == 0.0:
+                self.note(fp8=product.flops / fp8_seconds / 1e12)
+            work = product._replace(dtype="float8_e4m3fn")
+            self.note(fp8_product=self.share(work, fp8_seconds, "fp8_product"))
 
     def attention(self) -> None:
         """Measure causal attention, forward and backward."""

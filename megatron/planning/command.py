@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.neox_arguments.neox_args import load_assignments
@@ -170,7 +168,12 @@ def _explained(text: str | None) -> tuple[str, tuple[Any, ...]] | None:
     if text is None:
         return None
     key, _, values = text.partition("=")
-    return key.replace("-", "_"), tuple(yaml.safe_load(value) for value in values.split(",")) if values else ()
+    key = key.replace("-", "_")
+    if not values:
+        return key, ()
+    # A list of values, or a single one: a value may have commas itself, as lists do.
+    [(_, parsed, _)] = parse_overrides([f"{key}=[{values}]"], "--explain")
+    return key, tuple(parsed)
 
 
 def machine_of(options: argparse.Namespace) -> Machine:

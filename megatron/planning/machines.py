@@ -12,6 +12,8 @@ from megatron.launch.gpus import Gpu
 from megatron.planning.operations import Operation
 from megatron.planning.processes import PlanError
 
+_DIVISORS = ("memory", "bf16", "bandwidth", "multiprocessors")  # of a machine's numbers, those above 0
+_SHARES = ("product", "fp8_product", "grouped", "attention", "attention_backward", "copy")
 _TILES = ((128, 256), (256, 128), (128, 128))  # of a product, that one multiprocessor computes at a time
 
 
@@ -83,7 +85,7 @@ class Machine:
             return self.gpu.fp8 * 1e12 * self.reached.fp8_product
         if dtype == "float32" and self.gpu.fp32:
             return self.gpu.fp32 * 1e12 * self.reached.product
-        return self.gpu.bf16 * 1e12 * self.reached.product / (2 if dtype == "float32" else 1)
+        return self.gpu.bf16 * 1e12 * self.reached.product / (2 if dtype in ("float32", "tf32") else 1)
 
     def _filled(self, rows: int, columns: int, groups: int) -> float:
         """Returns the share of multiprocessors' time in which they compute a part of a result.
@@ -151,9 +153,18 @@ def read_machine(path: Path) -> tuple[Gpu, Reached]:
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise PlanError(f"--gpu {path}: {problem}; write it with deepy.py plan calibrate --out {path}") from problem
     unknown = {gpu.link, gpu.network} - {*read_links()}
-    numbers = [*gpu[:6], gpu.fp32, *reached]
-    if unknown or not all(isinstance(number, int | float) and number >= 0 for number in numbers):
-        wrong = f"unknown link {', '.join(sorted(unknown))}" if unknown else "a value is not a number of at least 0"
+    divisors = {name: getattr(table, name) for table, names in ((gpu, _DIVISORS), (reached, _SHARES)) for name in names}
+    numbers = {**gpu._asdict(), **reached._asdict()}
+    wrong_names = [
+        name
+        for name, value in numbers.items()
+        if name not in ("generation", "link", "network", "source")
+        and not (isinstance(value, int | float) and 0 <= value < math.inf and (value > 0 or name not in divisors))
+    ]
+    if unknown or wrong_names:
+        wrong = (
+            f"unknown link {', '.join(sorted(unknown))}" if unknown else f"{wrong_names[0]} {numbers[wrong_names[0]]}"
+        )
         raise PlanError(f"--gpu {path}: {wrong}; write it with deepy.py plan calibrate --out {path}")
     return gpu, reached
 

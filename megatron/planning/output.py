@@ -1,12 +1,13 @@
 """Shows a plan as text and as JSON."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron.planning.explain import Explained
+from megatron.planning.explain import Explained, value_of
 from megatron.planning.plan import GIB, Plan
 from megatron.planning.ranks import strides
-from megatron.planning.search import Search
+from megatron.planning.search import SPARE, Rejection, Search
 from megatron.planning.ways import Way
 
 
@@ -26,12 +27,22 @@ class Section(NamedTuple):
 
 
 _MOST_LAYOUTS = 8
+# What a run must share with its plan, besides layout and batch (`plan_file`).
+_SETTINGS = (
+    "num_layers", "hidden_size", "seq_length", "precision", "precision_fp8", "zero_optimization.stage",
+    "expert_parallel_size", "sequence_parallel", "pipeline_schedule", "checkpoint_activations",
+    "recompute_granularity", "train_impl",
+)  # fmt: skip
 _LONGEST_REASON = 100
 # What parts of a step are called; the others are collectives by axis that other work does not hide.
 _PARTS = {
     "products": "products", "attention": "attention", "memory-bound": "memory-bound operations",
     "host": "waiting for the host", "update": "update of the weights", "pipeline": "waiting for other pipeline ranks",
 }  # fmt: skip
+
+
+_ESTIMATED_PARTS = ("computation", "recomputation", "communication: tensor", "communication: data",
+                    "communication: expert, context")  # fmt: skip
 
 
 def part_name(part: str) -> str:
@@ -51,6 +62,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.size._asdict(), "world_size": args.world_size,
         "layout": {axis: size for axis, (_, size) in strides(args).items()},
+        "settings": {key: value_of(args, key) for key in _SETTINGS},
         "micro_batches": args.gradient_accumulation_steps, "stages": stages, "time": time,
         "goodput": None if plan.goodput is None else plan.goodput._asdict(),
         "sent": [row._asdict() for row in plan.sent], "gpu_memory": plan.gpu_memory, "fits": plan.fits_memory,
@@ -143,7 +155,7 @@ def _time_items(plan: Plan) -> Iterator[str | Table]:
     facts, machine, args = run_facts(plan), plan.machine, plan.args
     rate, flops, share = (facts[name] for name in ("tokens_per_s_per_gpu", "tflops_per_gpu", "share_of_peak"))
     yield (
-        f"a step takes {plan.time.seconds:.3g} s: {rate:,.0f} tokens/s on each GPU, {flops:.0f} TFLOP/s, "
+        f"a step takes {plan.time.seconds:.3g} s: {rate:,.0f} tokens/s on each GPU, {flops:.3g} TFLOP/s, "
         f"{share:.1%} of the peak"
     )
     parts = sorted(plan.time.parts.items(), key=lambda item: -item[1])
@@ -154,10 +166,11 @@ def _time_items(plan: Plan) -> Iterator[str | Table]:
     ]
     yield Table(("of the busiest pipeline rank", "seconds", "share"), rows)
     if args.train_iters:
+        energy = f"{facts['mwh']:.3g} MWh at {machine.gpu.power:,.0f} W" if machine.gpu.power else "energy unknown"
         price = f", price {facts['price']:,.2f}" if "price" in facts else ""
         yield (
             f"{args.train_iters:,} steps: {facts['days']:.3g} days, {facts['gpu_hours']:,.0f} GPU-hours, "
-            f"{facts['mwh']:.3g} MWh at {machine.gpu.power:,.0f} W{price}; without saves, evaluation and failures"
+            f"{energy}{price}; without saves, evaluation and failures"
         )
     if plan.goodput is not None:
         steps, share, failure_interval = plan.goodput
@@ -197,11 +210,11 @@ def _search_items(plan: Plan, search: Search) -> Iterator[str | Table]:
     assert plan.time is not None
     if not search.best:
         counts = f"{search.estimated:,} estimated and {search.planned} planned"
-        yield f"no layout fits, of {counts}; take more GPUs, or others"
+        yield f"no layout leaves {SPARE:.0%} of the memory free: {counts}; take more GPUs"
         return
     yield (
-        f"{search.estimated:,} layouts estimated, {search.planned} of them planned. The fastest that fit "
-        f"(as it is, a step takes {plan.time.seconds:.3g} s):"
+        f"{search.estimated:,} layouts estimated, {search.planned} of them planned. The fastest that leave {SPARE:.0%} "
+        f"of the memory free (as it is, a step takes {plan.time.seconds:.3g} s):"
     )
     columns = ("tensor", "sequence", "pipe", "context", "expert", "zero", "rows", "recompute", "schedule", "chunks")
     rows = []
@@ -212,12 +225,23 @@ def _search_items(plan: Plan, search: Search) -> Iterator[str | Table]:
         yield f"to run the fastest: --set {_keys(search.best[0])}"
     else:
         yield "the layout of the configuration is the fastest"
-    yield "why not otherwise, as estimated:"
+    if not search.is_complete:
+        yield "the search ended after enough plans; others may be faster"
+    yield "why not otherwise, as estimated, or planned where it says so:"
     yield Table(
         ("key", "value", "the best layout with it"),
-        [(row.key, str(row.value), _first_line(row.reason)) for row in search.rejections],
+        [(row.key, _value(row.value), _reason(row)) for row in search.rejections],
         ends_in_text=True,
     )
+
+
+def _reason(row: Rejection) -> str:
+    if row.refusal is not None:
+        return _first_line(row.refusal)
+    if row.slower < 0.0:
+        return f"may be {-row.slower:.0%} faster, not planned: the search ended after enough plans"
+    part = row.part if row.part in _ESTIMATED_PARTS else part_name(row.part)
+    return f"{row.slower:.0%} slower, most by {part}{' (planned)' if row.is_planned else ''}"
 
 
 def _explained_items(plan: Plan) -> Iterator[str | Table]:
@@ -228,19 +252,21 @@ def _explained_items(plan: Plan) -> Iterator[str | Table]:
     rows = []
     for value, way, refusal in plan.explained:
         if way is None:
-            rows.append((_value(value), "-", "-", _first_line(refusal or "")))
+            rows.append((_value(value), "-", "-", "-", _first_line(refusal or "")))
             continue
         differences = {
             part: way.parts.get(part, 0.0) - base.parts.get(part, 0.0) for part in {**base.parts, **way.parts}
         }
         largest = sorted(differences, key=lambda part: -abs(differences[part]))[:3]
-        seconds = base.seconds
         changes = [f"{part_name(p)} {differences[p]:+.3g} s" for p in largest
-                   if abs(differences[p]) > 0.002 * seconds]  # fmt: skip
-        share = "" if way is base else f" ({way.seconds / seconds - 1:+.1%})"
-        rows.append((_value(value), f"{way.step_bytes / GIB:.2f}", f"{way.seconds:.3g}{share}", ", ".join(changes)))
-    yield f"{plan.explained_key}, with the same global batch:"
-    yield Table(("value", "GiB", "seconds", "what changes most"), rows, ends_in_text=True)
+                   if abs(differences[p]) > 0.002 * base.seconds]  # fmt: skip
+        share = "" if way is base else f" ({way.seconds / base.seconds - 1:+.1%})"
+        rate = f"{way.tokens / way.seconds / (plan.args.world_size or 1):,.0f}"
+        seconds = f"{way.seconds:.3g}{share}"
+        rows.append((_value(value), f"{way.step_bytes / GIB:.2f}", rate, seconds, ", ".join(changes)))
+    is_equal = all(row.way is None or row.way.tokens == base.tokens for row in plan.explained)
+    yield f"{plan.explained_key}{', with the same tokens in a step' if is_equal else ''}:"
+    yield Table(("value", "GiB", "tokens/s of a GPU", "seconds", "what changes most"), rows, ends_in_text=True)
 
 
 def _first_line(text: str) -> str:
@@ -265,6 +291,8 @@ def _way_items(plan: Plan) -> Iterator[str | Table]:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.checks import problems
-from megatron.planning.explain import Explained, explain
+from megatron.planning.explain import Explained, explain, explained_values
 from megatron.planning.goodput import Failures, Goodput, best_goodput
 from megatron.planning.machines import Machine
 from megatron.planning.processes import Processes
 from megatron.planning.ranks import dry_run_args, ranks_of_axes, run_ranks, strides
 from megatron.planning.report import RankReport
-from megatron.planning.search import Search, search
+from megatron.planning.search import SPARE, Search, search
 from megatron.planning.settled import settled_args
 from megatron.planning.size import ModelSize, model_size
 from megatron.planning.step_model import Memory, StepTime, build_models
@@ -88,6 +88,8 @@ def make_plan(
     args = settled_args(args, world, machine.gpus_per_node, lambda line: print(line, file=sys.stderr))
     if has_gpu and machine.gpu.fp8 == 0 and args.precision_fp8 not in (None, "off"):
         raise args.error("precision_fp8", "the named GPU has no FP8; write off, or name another with --gpu")
+    if explains is not None:
+        explains = explains[0], tuple(explained_values(args, *explains))
     [model] = build_models([args], machine, processes)
     planned = dry_run_args(args)
     reports = _dry_run(planned, processes) if compares else []
@@ -117,7 +119,7 @@ def make_plan(
         explained = tuple(explain(model, key, values, processes))
         plan = replace(plan, explained_key=key, explained=explained)
     if searches:
-        return replace(plan, search=search(model, memory, processes, _progress))
+        return replace(plan, search=search(model, int((1 - SPARE) * memory), processes, _progress))
     if plan.fits_memory is not False or not finds_ways:
         return plan
     _progress("a step does not fit; changes by which it would are planned")

@@ -5,14 +5,18 @@ formulas are corrected, until no other promises more.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.planning.estimate import Estimate, Estimator, Layout
+from megatron.planning.explain import value_of
 from megatron.planning.processes import Processes
 from megatron.planning.step_model import StepModel
 from megatron.planning.ways import Way, changed_args, evaluated, way_of
 
+SPARE = 0.08
+"""The share of a GPU's memory that a search leaves free, for what is not counted: gaps, CUDA, NCCL."""
 _MOST_PLANNED = 16  # layouts, because each takes seconds
 _LONG_ROWS = 16384  # tokens from which on context ranks are tried
 _MOST_ROWS = 16  # of a micro-batch
@@ -27,16 +31,25 @@ _KEYS = {
 
 
 class Rejection(NamedTuple):
-    """A value of a key that the best layout does not have. reason: why no layout with it is the best."""
+    """A value of a key that the best layout does not have, and the best of the layouts with it.
+
+    slower: by this share of the best layout's seconds, most of it by `part`. is_planned: not by formulas.
+    refusal: why no layout has the value; None: some have.
+    """
 
     key: str
     value: Any
-    reason: str
+    slower: float = 0.0
+    part: str = ""
+    is_planned: bool = False
+    refusal: str | None = None
 
 
 class Search(NamedTuple):
-    """estimated: number of layouts. planned: those planned from recorded steps, of which `best` fit, fastest
-    first. layouts: theirs.
+    """The result of a search.
+
+    estimated, planned: numbers of layouts; planned are those with recorded steps. best: of these, those that
+        fit, fastest first. layouts: theirs. is_complete: no other layout promised to be faster at the end.
     """
 
     estimated: int
@@ -44,6 +57,7 @@ class Search(NamedTuple):
     best: tuple[Way, ...]
     layouts: tuple[Layout, ...]
     rejections: tuple[Rejection, ...]
+    is_complete: bool = True
 
 
 def search(model: StepModel, gpu_memory: int, processes: Processes, log: Callable[[str], None]) -> Search:
@@ -56,6 +70,18 @@ def search(model: StepModel, gpu_memory: int, processes: Processes, log: Callabl
         log(f"{len(state.estimates)} layouts, {len(state.ways)} planned; planning {len(layouts)} more")
         state.plan(layouts)
     return state.result()
+
+
+def changes_for(args: NeoXArgs, layout: Layout) -> dict[str, Any]:
+    """Returns the keys of a layout that differ in the configuration, without those that have no effect."""
+    changes = {key: value for key, value in layout.keys().items() if value != value_of(args, key)}
+    if layout.pipe == max(args.pp, 1):
+        changes.pop("pipe_parallel_size", None)  # 0 and 1 are the same
+    if layout.pipe == 1:
+        changes = {key: value for key, value in changes.items() if not key.startswith(("pipeline_", "virtual_"))}
+    if layout.recompute == "none":
+        changes.pop("recompute_granularity", None)
+    return changes
 
 
 def layouts_of(args: NeoXArgs, gpus_per_node: int) -> Iterator[Layout]:
@@ -123,32 +149,29 @@ class _Searching:
 
     def promising(self, number: int) -> list[Layout]:
         """Returns layouts that may be faster than those planned, best first; none if there are none."""
+        return list(islice(self._faster(), max(min(number, _MOST_PLANNED - len(self.ways)), 0)))
+
+    def _faster(self) -> Iterator[Layout]:
+        """Yields layouts that are not planned, are allowed, and seem to fit and to be faster; best first."""
         best = min((way.seconds for way in self.ways.values() if self._is_small(way.step_bytes)), default=float("inf"))
         seconds = {layout: self._corrected(layout) for layout in self.estimates if layout not in self.ways}
         fast = (layout for layout, value in seconds.items() if value.seconds < best and self._is_small(_memory(value)))
-        result: list[Layout] = []
-        for layout in sorted(fast, key=lambda layout: seconds[layout].seconds):
-            if len(result) == min(number, _MOST_PLANNED - len(self.ways)):
-                break
-            if self._is_allowed(layout):
-                result.append(layout)
-        return result
+        yield from filter(self._is_allowed, sorted(fast, key=lambda layout: seconds[layout].seconds))
 
     def result(self) -> Search:
         fitting = {layout: way for layout, way in self.ways.items() if self._is_small(way.step_bytes)}
         order = sorted(fitting, key=lambda layout: fitting[layout].seconds)
         rejections = tuple(self._rejections(order[0])) if order else ()
-        return Search(
-            len(self.estimates), len(self.ways), tuple(fitting[layout] for layout in order), tuple(order), rejections
-        )
+        best = tuple(fitting[layout] for layout in order)
+        is_complete = next(self._faster(), None) is None
+        return Search(len(self.estimates), len(self.ways), best, tuple(order), rejections, is_complete)
 
     def _is_small(self, size: float) -> bool:
         return size <= self._gpu_memory
 
     def _changes(self, layout: Layout) -> dict[str, Any]:
-        """Returns the keys by which a layout differs from that of the run."""
-        base = self._base.keys()
-        changes = {key: value for key, value in layout.keys().items() if value != base[key]}
+        """Returns the keys by which a layout differs from the configuration."""
+        changes = changes_for(self._args, layout)
         if layout.expert * layout.tensor > self._machine.gpus_per_node and not self._args.expert_parallel_across_nodes:
             changes["expert_parallel_across_nodes"] = layout.expert > 1
         return changes
@@ -157,7 +180,7 @@ class _Searching:
         if layout not in self._refused:
             try:
                 changed_args(self._args, self._changes(layout), self._machine)
-            except ConfigError as problem:
+            except UserError as problem:
                 self._refused[layout] = str(problem)
         return not self._refused.get(layout)
 
@@ -177,22 +200,32 @@ class _Searching:
             for value in dict.fromkeys(getattr(layout, field) for layout in estimates):
                 if value != getattr(best, field):
                     layouts = [layout for layout in estimates if getattr(layout, field) == value]
-                    yield Rejection(key, value, self._reason(layouts, estimates, best))
+                    yield self._rejection(key, value, layouts, estimates, best)
 
-    def _reason(self, layouts: Sequence[Layout], estimates: Mapping[Layout, Estimate], best: Layout) -> str:
-        """Says why none of these layouts is the best."""
-        fitting = [layout for layout in layouts if self._is_small(_memory(estimates[layout]))]
+    def _rejection(
+        self, key: str, value: Any, layouts: Sequence[Layout], estimates: Mapping[Layout, Estimate], best: Layout
+    ) -> Rejection:
+        """Returns why none of these layouts is the best."""
+        fitting = [layout for layout in layouts if self._seems_small(layout, estimates)]
         if not fitting:
             smallest = min(_memory(estimates[layout]) for layout in layouts)
-            return f"does not fit: needs about {smallest / 2**30:.0f} GiB"
-        fitting.sort(key=lambda layout: estimates[layout].seconds)
-        layout = next((layout for layout in fitting if self._is_allowed(layout)), None)
+            return Rejection(key, value, refusal=f"does not fit: needs about {smallest / 2**30:.0f} GiB")
+        seconds = {x: self.ways[x].seconds if x in self.ways else estimates[x].seconds for x in fitting}
+        layout = next(
+            (layout for layout in sorted(fitting, key=lambda x: seconds[x]) if self._is_allowed(layout)), None
+        )
         if layout is None:
-            return self._refused[fitting[0]]
-        parts, best_parts = estimates[layout].parts, estimates[best].parts
-        differences = {part: seconds - best_parts.get(part, 0.0) for part, seconds in parts.items()}
-        slower = estimates[layout].seconds / estimates[best].seconds - 1
-        return f"{max(slower, 0.0):.0%} slower, by {max(differences, key=lambda part: differences[part])}"
+            return Rejection(key, value, refusal=self._refused[fitting[0]])
+        is_planned = layout in self.ways
+        parts = dict(self.ways[layout].parts) if is_planned else estimates[layout].parts
+        best_parts = self.ways[best].parts if is_planned else estimates[best].parts
+        differences = {part: size - best_parts.get(part, 0.0) for part, size in parts.items()}
+        slower = seconds[layout] / self.ways[best].seconds - 1
+        return Rejection(key, value, slower, max(differences, key=lambda part: differences[part]), is_planned)
+
+    def _seems_small(self, layout: Layout, estimates: Mapping[Layout, Estimate]) -> bool:
+        way = self.ways.get(layout)
+        return self._is_small(_memory(estimates[layout]) if way is None else way.step_bytes)
 
 
 def _memory(estimate: Estimate) -> float:
@@ -200,4 +233,6 @@ def _memory(estimate: Estimate) -> float:
 
 
 def _distance(a: Layout, b: Layout) -> int:
-    return sum(_WEIGHTS.get(field, 1) for field in _KEYS if getattr(a, field) != getattr(b, field))
+    """Pipelines and tensor ranks differ from none more than in their numbers."""
+    distance = sum(_WEIGHTS.get(field, 1) for field in _KEYS if getattr(a, field) != getattr(b, field))
+    return distance + 4 * ((a.pipe > 1) != (b.pipe > 1)) + 2 * ((a.tensor > 1) != (b.tensor > 1))

@@ -156,6 +156,8 @@ class StepModel:
             part = self._part(operation)
             if part in ("memory-bound", *DATA_AXES):
                 operation = operation._replace(size=scale * operation.size)
+            if self.args.tf32 and operation.dtype == "float32":
+                operation = operation._replace(dtype="tf32")
             if part is not None and part != "pipe":
                 seconds[part] += operation.times * self.machine.seconds(operation)
                 seconds["host"] += operation.times * self.machine.reached.host
@@ -248,6 +250,12 @@ class StepModel:
         seconds = self.stage_cost(stage, "backward", place)
         half = seconds["products"] / 2
         return Seconds(products=half) if kind == "backward_weight" else Seconds({**seconds, "products": half})
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step."""
+        assert self.args.train_batch_size is not None
+        return self.args.train_batch_size * rows_per_sample(self.args) * self.args.seq_length
 
     @property
     def hidden_bytes(self) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.planning.machines import Machine
 from megatron.planning.processes import Processes
 from megatron.planning.settled import settled_args
@@ -20,7 +20,7 @@ class Way(NamedTuple):
     """Keys to change.
 
     step_bytes, kept_bytes: the largest memory of a stage in a step, and between steps. seconds, parts: of a
-        step (`StepTime`).
+        step (`StepTime`). tokens: of a step.
     """
 
     changes: Mapping[str, Any]
@@ -28,6 +28,7 @@ class Way(NamedTuple):
     kept_bytes: int
     seconds: float
     parts: Mapping[str, float]
+    tokens: int
 
 
 def ways_out(args: NeoXArgs, machine: Machine, gpu_memory: int, processes: Processes) -> list[Way]:
@@ -81,7 +82,7 @@ def evaluated(
     for changes in all_changes:
         try:
             changed = changed_args(args, changes, machine)
-        except ConfigError:
+        except UserError:
             continue
         batch = {key: getattr(changed, key) for key in _BATCH if getattr(changed, key) != getattr(args, key)}
         allowed.append(({**changes, **batch}, changed))
@@ -92,17 +93,21 @@ def evaluated(
 def way_of(changes: Mapping[str, Any], model: StepModel) -> Way:
     """Returns what a step with these changes needs."""
     memory, time = [model.memory(rank) for rank in range(model.placement.ranks)], model.step()
-    return Way(changes, max(m.step for m in memory), max(m.kept_bytes for m in memory), time.seconds, time.parts)
+    return Way(
+        changes, max(m.step for m in memory), max(m.kept_bytes for m in memory), time.seconds, time.parts, model.tokens
+    )
 
 
 def changed_args(args: NeoXArgs, changes: Mapping[str, Any], machine: Machine) -> NeoXArgs:
     """Returns the configuration with other keys and the same global batch.
 
-    Raises ConfigError if the run cannot have them.
+    Raises UserError if the run cannot have them.
     """
     assert args.world_size is not None
     rows = changes.get("train_micro_batch_size_per_gpu", args.train_micro_batch_size_per_gpu)
-    batch = {"train_batch_size": args.train_batch_size, "gradient_accumulation_steps": None}
+    batch: dict[str, Any] = {"train_batch_size": args.train_batch_size, "gradient_accumulation_steps": None}
+    if "gradient_accumulation_steps" in changes:
+        batch = {"train_batch_size": None}
     changed = args.replace(**{**batch, **changes, "train_micro_batch_size_per_gpu": rows})
     NativeEngine.check(changed)
     return settled_args(changed, args.world_size, machine.gpus_per_node, lambda line: None)

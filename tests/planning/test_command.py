@@ -117,6 +117,10 @@ def test_other_values_of_a_key(plan: Callable[..., tuple[int, str, str]]) -> Non
         report = json.loads(plan(*flags, **stages, model_parallel_size=row["value"])[1])
         assert row["way"]["step_bytes"] == report["stages"][0]["step"]
     assert "tensor" in rows[1]["way"]["parts"] and "tensor" not in rows[0]["way"]["parts"]
+    for key, values in {"gradient_accumulation_steps": [1, 2], "optimizer.params.betas": [[0.9, 0.95]]}.items():
+        words = f"{key}=[0.9, 0.95]" if key.startswith("optim") else key
+        rows = json.loads(plan(*flags, "--explain", words, **stages)[1])["explained"][1:]
+        assert [row["value"] for row in rows] == values[-len(rows) :] and all(row["way"] for row in rows)
     lines = plan(*flags[:-1], "--explain", "zero_optimization.stage", **stages)[1].splitlines()
     assert [line.split()[0] for line in lines[-4:]] == ["1", "0", "2", "3"]
 
@@ -150,10 +154,13 @@ def test_a_rank_that_fails(plan: Callable[..., tuple[int, str, str]], monkeypatc
         (("--search",), {}, ("--search", "--gpu")),
         (("--gpu", "h100", "--explain", "num_layer"), {}, ("num_layer", "no such key")),
         (("--gpu", "h100", "--explain", "vocab_file"), {}, ("vocab_file", "VALUE")),
+        (("--gpu", "h100", "--explain", "optimizer.params.l"), {}, ("optimizer.params", "lr")),
+        (("--gpu", "h100", "--explain", "num_layers.x"), {}, ("num_layers.x", "it is 2")),
+        (("--gpu", "h100", "--explain", "seq_length=[1"), {}, ("seq_length", "not valid YAML")),
     ],
     ids=["engine", "offload", "experts", "spikes", "method", "reference", "vocabulary", "batch", "layout", "flags",
          "network",
-         "search", "unknown key", "key without neighbours"],
+         "search", "unknown key", "key without neighbours", "sub-key", "no section", "values"],
 )  # fmt: skip
 def test_refusals(
     flags: tuple[str, ...], keys: dict[str, Any], facts: tuple[str, ...], plan: Callable[..., tuple[int, str, str]]

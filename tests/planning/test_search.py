@@ -10,7 +10,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.planning.estimate import Layout
 from megatron.planning.fake_cuda import shim
 from megatron.planning.processes import Processes
-from megatron.planning.search import layouts_of, search
+from megatron.planning.search import changes_for, layouts_of, search
 from megatron.planning.settled import settled_args
 from megatron.planning.step_model import build_models
 from megatron.planning.ways import changed_args, evaluated, way_of
@@ -57,6 +57,25 @@ def test_layouts_are_those_of_their_keys(world: int, keys: dict[str, Any]) -> No
     for place, values in enumerate(zip(*configurations, strict=True)):
         varies = {"context": "seq_length" in keys, "expert": bool(keys) and "seq_length" not in keys}
         assert (len(set(values)) > 1) == varies.get(Layout._fields[place], True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"pipeline_schedule": "zero_bubble"}, {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2},
+     {"model_parallel_size": 2, "checkpoint_activations": True, "recompute_granularity": "selective"}],
+)  # fmt: skip
+def test_changes_lead_to_their_layout(keys: dict[str, Any]) -> None:
+    """Whatever the configuration says without effect, such as a schedule without a pipeline."""
+    args, counts = run_of(4, **keys), [0, 0]
+    for layout in layouts_of(args, 8):
+        counts[0] += 1
+        try:
+            changed = changed_args(args, changes_for(args, layout), MACHINE)
+        except ConfigError:
+            continue
+        counts[1] += 1
+        assert Layout.configured(changed) == layout, changes_for(args, layout)
+    assert counts[1] > counts[0] / 4 and changes_for(args, Layout.configured(args)) == {}
 
 
 @pytest.mark.more

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.callbacks import Step
+from megatron.data import rows_per_sample
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.run import Training
 
@@ -30,14 +31,18 @@ class PlanComparison:
         assert args.plan_file is not None
         try:
             plan = json.loads(Path(args.plan_file).read_text(encoding="utf-8"))
-            facts = {key: plan[key] for key in ("model", "world_size", "layout", "micro_batches", "stages", "time")}
+            facts = {
+                key: plan[key]
+                for key in ("model", "world_size", "layout", "micro_batches", "stages", "time", "settings")
+            }
+            pairs = [] if facts["time"] is None else _facts(facts, args)
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise args.error(
                 "plan_file", f"{args.plan_file}: no plan ({problem!r}); write one: deepy.py plan --gpu NAME --json"
             ) from problem
         if facts["time"] is None:
             raise args.error("plan_file", f"{args.plan_file}: it has no seconds; plan with --gpu NAME")
-        for name, planned, value in _facts(facts, args):
+        for name, planned, value in pairs:
             if planned != value:
                 raise args.error(
                     "plan_file", f"{args.plan_file} is the plan of another run: {name} {planned}, here {value}"
@@ -85,8 +90,14 @@ def _facts(plan: Mapping[str, Any], args: NeoXArgs) -> list[tuple[str, Any, Any]
         ("pipeline ranks", layout["pipe"], max(args.pp, 1)),
         ("context ranks", layout["context"], args.context_parallel_size),
         ("micro-batches", plan["micro_batches"], args.gradient_accumulation_steps),
-        ("tokens of a step", tokens, args.train_batch_size * args.seq_length),
+        ("tokens of a step", tokens, args.train_batch_size * rows_per_sample(args) * args.seq_length),
+        *((key, value, _value_of(args, key)) for key, value in plan["settings"].items()),
     ]
+
+
+def _value_of(args: NeoXArgs, key: str) -> Any:
+    name, _, part = key.partition(".")
+    return getattr(args, name)[part] if part else getattr(args, name)
 
 
 def _device_bytes(tensor: Tensor) -> int:

@@ -22,7 +22,8 @@ def written_plan(file: Path, world: int, tokens: int, micro_batches: int = 1, **
     """Writes the part of a plan that a run reads; tests/planning has full plans."""
     stage = {"weights": 2**30, "gradients": 2**30, "optimizer_states": 3 * 2**30, "step": 10 * 2**30}
     content = {
-        "model": {"tokens": tokens}, "world_size": world, "micro_batches": micro_batches, "stages": [stage],
+        "model": {"tokens": tokens}, "settings": {"zero_optimization.stage": 0}, "world_size": world,
+        "micro_batches": micro_batches, "stages": [stage],
         "layout": {"tensor": 1, "context": 1, "data": 1, "pipe": 1, **layout}, "time": {"tokens_per_s_per_gpu": 1000.0},
     }  # fmt: skip
     file.write_text(json.dumps(content))
@@ -75,12 +76,15 @@ def test_plans_of_other_runs(tmp_path: Path) -> None:
     plans = {
         "ranks 8, here 1": written_plan(tmp_path / "ranks", 8, tokens, steps),
         "pipeline ranks 2, here 1": written_plan(tmp_path / "stages", 1, tokens, steps, pipe=2),
+        "zero_optimization.stage 3, here 0": str(tmp_path / "zero"),
         f"tokens of a step 7, here {tokens}": written_plan(tmp_path / "tokens", 1, 7, steps),
         "FileNotFoundError": str(tmp_path / "nowhere"),
     }
     content = json.loads(Path(plans["ranks 8, here 1"]).read_text())
     (tmp_path / "time").write_text(json.dumps({**content, "time": None}))
     (tmp_path / "part").write_text("{}")
+    plan = json.loads(Path(written_plan(tmp_path / "zero", 1, tokens, steps)).read_text())
+    (tmp_path / "zero").write_text(json.dumps({**plan, "settings": {"zero_optimization.stage": 3}}))
     plans |= {"no seconds": str(tmp_path / "time"), "no plan": str(tmp_path / "part")}
     for fact, file in plans.items():
         with pytest.raises(ConfigError, match=f"plan_file.*{fact}"):
