@@ -22,6 +22,10 @@ class PlanError(UserError):
     """Raised if this machine cannot plan a run."""
 
 
+class StepError(PlanError):
+    """Raised if the step of a planned run fails."""
+
+
 class Processes:
     """Up to `number` processes with fake CUDA. They start as there is work for them, and serve all calls."""
 

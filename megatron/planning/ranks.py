@@ -5,7 +5,7 @@ from functools import partial
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.operations import Trace
-from megatron.planning.processes import PlanError, Processes
+from megatron.planning.processes import Processes, StepError
 from megatron.planning.report import RankReport
 
 
@@ -66,7 +66,7 @@ def trace_steps(ranks: Sequence[tuple[NeoXArgs, int]], processes: Processes) -> 
     """Yields the trace of a step of each rank of a configuration, in their order.
 
     ranks: configurations as `traced_args` returns them, each with a rank.
-    Raises PlanError as `Processes.map` does, or if a step fails.
+    Raises PlanError as `Processes.map` does, and StepError if a step fails.
     """
     yield from processes.map(_trace, [(args.to_json(), rank) for args, rank in ranks])
 
@@ -119,4 +119,4 @@ def _trace(place: tuple[str, int]) -> Trace:
         return trace_step(NeoXArgs.from_json(place[0]), place[1])
     except Exception as problem:
         line = f"a planned step fails: {type(problem).__name__}: {problem} ({line_of(problem)})"
-        raise PlanError(line) from problem
+        raise StepError(line) from problem

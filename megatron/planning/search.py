@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.planning.estimate import Estimate, Estimator, Layout
 from megatron.planning.explain import value_of
-from megatron.planning.processes import Processes
+from megatron.planning.processes import Processes, StepError
 from megatron.planning.step_model import StepModel
 from megatron.planning.ways import Way, changed_args, evaluated, way_of
 
@@ -144,7 +144,15 @@ class _Searching:
 
     def plan(self, layouts: Sequence[Layout]) -> None:
         """Plan layouts from recorded steps."""
-        ways = evaluated(self._args, [self._changes(layout) for layout in layouts], self._machine, self._processes)
+        try:
+            ways = evaluated(self._args, [self._changes(layout) for layout in layouts], self._machine, self._processes)
+        except StepError as problem:  # of one of them, which alone is refused
+            if len(layouts) == 1:
+                self._refused[layouts[0]] = str(problem)
+            else:
+                for layout in layouts:
+                    self.plan([layout])
+            return
         self.ways |= zip(layouts, ways, strict=True)
 
     def promising(self, number: int) -> list[Layout]:

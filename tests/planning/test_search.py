@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.planning.estimate import Layout
 from megatron.planning.fake_cuda import shim
-from megatron.planning.processes import Processes
-from megatron.planning.search import changes_for, layouts_of, search
+from megatron.planning.processes import Processes, StepError
+from megatron.planning.search import _Searching, changes_for, layouts_of, search
 from megatron.planning.settled import settled_args
 from megatron.planning.step_model import build_models
-from megatron.planning.ways import changed_args, evaluated, way_of
+from megatron.planning.ways import Way, changed_args, evaluated, way_of
 from tests.fake.layouts import MODEL
 from tests.planning.test_machines import MACHINE
 
@@ -76,6 +77,26 @@ def test_changes_lead_to_their_layout(keys: dict[str, Any]) -> None:
         counts[1] += 1
         assert Layout.configured(changed) == layout, changes_for(args, layout)
     assert counts[1] > counts[0] / 4 and changes_for(args, Layout.configured(args)) == {}
+
+
+def test_a_layout_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This layout is refused with its problem, and the others are planned."""
+    args, way = run_of(4), Way({}, 10**9, 10**8, 1.0, {"products": 1.0}, 1)
+
+    def evaluated_once(args: NeoXArgs, changes: list[dict[str, Any]], *_: Any) -> list[Way]:
+        if any(keys.get("model_parallel_size") == 2 for keys in changes):
+            raise StepError("a planned step fails: on two tensor ranks")
+        return [way] * len(changes)
+
+    monkeypatch.setattr("megatron.planning.search.way_of", lambda changes, model: way)
+    monkeypatch.setattr("megatron.planning.search.evaluated", evaluated_once)
+    model: Any = SimpleNamespace(args=args, machine=MACHINE)
+    state = _Searching(model, 10**12, Processes(1))
+    layouts = list(layouts_of(args, 8))
+    state.plan(layouts)
+    assert {layout.tensor for layout in layouts} == {1, 2, 4} and {layout.tensor for layout in state.ways} == {1, 4}
+    problems = [row.refusal for row in state.result().rejections if (row.key, row.value) == ("model_parallel_size", 2)]
+    assert problems == ["a planned step fails: on two tensor ranks"]
 
 
 @pytest.mark.more
