@@ -45,7 +45,8 @@ class Framework(NamedTuple):
         operations.
     fused: whether these run in fused kernels, also where a row does not say "torch.compile".
     flash: attention is FlashAttention 2's. zero: ZeRO stage, where a row does not say it. fp8_experts:
-    whether FP8 is also for products of experts. overlap, host, tensor: factors of the same of
+    whether FP8 is also for products of experts. fp8_gathers: whether activations are gathered over tensor
+    ranks in FP8. overlap, host, tensor: factors of the same of
     `Reached`.
     """
 
@@ -59,6 +60,7 @@ class Framework(NamedTuple):
     host: float = 1.0
     zero: int = 1
     fp8_experts: bool = False
+    fp8_gathers: bool = False
 
 
 def read_rows(name: str) -> list[dict[str, Any]]:
@@ -169,8 +171,8 @@ def model_of(row: Mapping[str, Any], trace: Trace, framework: Framework, machine
     """Returns the model of a row's step."""
     from megatron.planning.step_model import StepModel  # imports torch, which the processes of `traces` must not
 
-    if framework.fp8_experts and row["precision"] == "fp8":
-        trace = replace(trace, segments=tuple(_with_fp8_experts(trace)))
+    if row["precision"] == "fp8":
+        trace = replace(trace, segments=tuple(_with_fp8(trace, framework)))
     return StepModel(planned_args_of(row, framework), [trace], machine, framework.fused)
 
 
@@ -181,13 +183,17 @@ def tokens_per_second(row: Mapping[str, Any], model: "StepModel") -> float:
     return float(batch * model.args.seq_length / (model.step().seconds * row["gpus"]))
 
 
-def _with_fp8_experts(trace: Trace) -> Iterator[Any]:
+def _with_fp8(trace: Trace, framework: Framework) -> Iterator[Any]:
+    """Yields segments in which all is in FP8 that the framework has in it, besides products of weights."""
     for segment in trace.segments:
-        operations = tuple(
-            operation._replace(dtype="float8_e4m3fn") if operation.kind == "grouped" else operation
-            for operation in segment.operations
-        )
-        yield segment._replace(operations=operations)
+        operations = []
+        for operation in segment.operations:
+            if framework.fp8_experts and operation.kind == "grouped":
+                operation = operation._replace(dtype="float8_e4m3fn")
+            if framework.fp8_gathers and (operation.kind, operation.axis) == ("all_gather", "tensor"):
+                operation = operation._replace(size=operation.size / 2)
+            operations.append(operation)
+        yield segment._replace(operations=tuple(operations))
 
 
 def tflops(row: Mapping[str, Any]) -> float:
