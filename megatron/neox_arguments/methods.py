@@ -78,6 +78,7 @@ class MethodDeclaration:
     order_keys: keys that decide the order of prompts, with their values.
     eager_reason: why `compile: auto` does not compile blocks; None: it may compile them.
     has_second_model: whether a model with other layers reads the micro-batches, too.
+    is_planned: whether `deepy.py plan` can plan its steps: passes of micro-batches, and the update.
     """
 
     trains: Callable[[Any], bool]
@@ -97,6 +98,7 @@ class MethodDeclaration:
     order_keys: Callable[[Any], dict[str, Any]] = lambda args: {}
     eager_reason: Callable[[Any], str | None] = lambda args: None
     has_second_model: bool = False
+    is_planned: bool = False
 
 
 def method_module(method: str, name: str) -> ModuleType | None:
@@ -148,6 +150,11 @@ def method_name(args: object) -> str:
 def further_sets() -> dict[str, FurtherSet]:
     """Returns the further data sets (`FurtherSet`) of all kinds of training, by name."""
     return {name: further for declaration in declarations() for name, further in declaration.sets.items()}
+
+
+def planned_methods() -> list[str]:
+    """Returns the names of the kinds of training that can be planned."""
+    return [name for name, declared in _declarations().items() if declared.is_planned]
 
 
 def declaration_of(args: object) -> MethodDeclaration:

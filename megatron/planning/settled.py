@@ -5,12 +5,11 @@ from collections.abc import Callable
 from megatron.launch.environment import ProcessInfo
 from megatron.mpu import check_experts, settle_context
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.methods import method_name
-from megatron.neox_arguments.values.losses import reference_mode, scores_reference
+from megatron.neox_arguments.methods import declaration_of, method_name, planned_methods
+from megatron.neox_arguments.values.losses import check_scored_before
 from megatron.tokenizer import build_tokenizer, with_vocabulary
 from megatron.training.offload import offload
 
-_PLANNED = ("language_modelling", "preferences", "reward")
 _UNPLANNED = {
     "zero_optimization": "memory of the host cannot be planned yet; leave out the offload sections",
     "lora": "quantized weights cannot be planned yet; leave out lora.quantization",
@@ -26,10 +25,10 @@ def settled_args(args: NeoXArgs, world: int, gpus_per_node: int, log: Callable[[
     """
     if args.engine == "deepspeed":
         raise args.error("engine", "deepspeed cannot be planned; set engine: native")
-    if (name := method_name(args)) not in _PLANNED:
-        raise ConfigError([f"deepy.py plan: {name} cannot be planned yet; planned are {', '.join(_PLANNED)} and SFT"])
-    if scores_reference(args) and reference_mode(args) == "on_the_fly":
-        raise args.error("dpo_reference", "a reference on the fly cannot be planned yet; set dpo_reference: cache")
+    if not declaration_of(args).is_planned:
+        names = ", ".join(planned_methods())
+        raise ConfigError([f"deepy.py plan: {method_name(args)} cannot be planned yet; planned are SFT, {names}"])
+    check_scored_before(args)
     for key, is_set in {
         "zero_optimization": any(offload(args, name) for name in ("offload_optimizer", "offload_param")),
         "lora": (args.user_values.get("lora") or {}).get("quantization") is not None,

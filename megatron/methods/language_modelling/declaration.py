@@ -9,5 +9,7 @@ LOSSES = {
 }  # each function maps log-probabilities of tokens to their losses (`mpu.TokenLoss`)
 
 METHOD = MethodDeclaration(
-    trains=lambda args: args.train_impl == "normal", impl=TrainImpl("normal", "texts", "sft_loss_type", LOSSES)
+    trains=lambda args: args.train_impl == "normal",
+    impl=TrainImpl("normal", "texts", "sft_loss_type", LOSSES),
+    is_planned=True,
 )

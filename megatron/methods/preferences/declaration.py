@@ -20,4 +20,5 @@ METHOD = MethodDeclaration(
     ),
     keys=PreferencesKeys,
     needs_reference=_needs_reference,
+    is_planned=True,
 )  # fmt: skip

@@ -8,4 +8,5 @@ METHOD = MethodDeclaration(
     trains=lambda args: args.train_impl == "rm",
     impl=TrainImpl("rm", "pairs", options=("center_rewards_coefficient", "z_loss", "prefix_sharing")),
     keys=RewardModelKeys,
+    is_planned=True,
 )

@@ -59,6 +59,13 @@ def reference_mode(args: ResolvedArgs) -> Literal["cache", "on_the_fly"]:
     return "cache" if args.lora is None and sample_kind(args) != "generated" else "on_the_fly"
 
 
+def check_scored_before(args: ResolvedArgs) -> None:
+    """Raises ConfigError if steps of the run compute the reference's log-probabilities, which no plan
+    counts."""
+    if scores_reference(args) and reference_mode(args) == "on_the_fly":
+        raise args.error("dpo_reference", "a reference on the fly cannot be planned yet; set dpo_reference: cache")
+
+
 def loss_temperature(args: ResolvedArgs) -> float:
     """Returns the divisor of logits in the loss: 1, or the temperature that a kind of training sets."""
     return declaration_of(args).loss_temperature(args) or 1.0
