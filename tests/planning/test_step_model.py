@@ -53,7 +53,7 @@ AXES = {
     "ep2": {("expert", "all_to_all"), ("data", "all_reduce")},
     "pp2 zero 1": {("pipe", "send"), ("data", "reduce_scatter")},
 }
-LONGER = ("pairs, pp2 zero 1", "zero 2", "cp2 zero 2", "pp2 zero bubble", "ep2")
+LONGER = ("pairs, pp2 zero 1", "pp2 zero bubble", "ep2")
 PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *LONGER}
 
 
