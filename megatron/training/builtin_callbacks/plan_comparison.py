@@ -91,13 +91,19 @@ def _facts(plan: Mapping[str, Any], args: NeoXArgs) -> list[tuple[str, Any, Any]
         ("context ranks", layout["context"], args.context_parallel_size),
         ("micro-batches", plan["micro_batches"], args.gradient_accumulation_steps),
         ("tokens of a step", tokens, args.train_batch_size * rows_per_sample(args) * args.seq_length),
-        *((key, value, _value_of(args, key)) for key, value in plan["settings"].items()),
+        # What a plan leaves to the run ("auto") may be anything.
+        *((key, _set(value), _set(_value_of(args, key))) for key, value in plan["settings"].items() if value != "auto"),
     ]
 
 
 def _value_of(args: NeoXArgs, key: str) -> Any:
     name, _, part = key.partition(".")
     return getattr(args, name)[part] if part else getattr(args, name)
+
+
+def _set(value: Any) -> Any:
+    """Returns the value, or "off" for one that is not set."""
+    return "off" if value is None else value
 
 
 def _device_bytes(tensor: Tensor) -> int:

@@ -22,7 +22,8 @@ def written_plan(file: Path, world: int, tokens: int, micro_batches: int = 1, **
     """Writes the part of a plan that a run reads; tests/planning has full plans."""
     stage = {"weights": 2**30, "gradients": 2**30, "optimizer_states": 3 * 2**30, "step": 10 * 2**30}
     content = {
-        "model": {"tokens": tokens}, "settings": {"zero_optimization.stage": 0}, "world_size": world,
+        "model": {"tokens": tokens}, "world_size": world,
+        "settings": {"zero_optimization.stage": 0, "precision": "auto", "precision_fp8": "off"},
         "micro_batches": micro_batches, "stages": [stage],
         "layout": {"tensor": 1, "context": 1, "data": 1, "pipe": 1, **layout}, "time": {"tokens_per_s_per_gpu": 1000.0},
     }  # fmt: skip
