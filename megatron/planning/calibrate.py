@@ -204,7 +204,7 @@ def _seconds(function: Callable[[], Any], device: Any) -> float:
     import torch
 
     function()
-    count, seconds = 1, 0.0
+    count, limit = 1, _GPU_SECONDS if device.type == "cuda" else _CPU_SECONDS
     while True:
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -214,6 +214,6 @@ def _seconds(function: Callable[[], Any], device: Any) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
-        if seconds > (_GPU_SECONDS if device.type == "cuda" else _CPU_SECONDS):
+        if seconds > limit:
             return seconds / count
-        count = max(2 * count, int(count * _CPU_SECONDS / max(seconds, 1e-9)))
+        count = max(2 * count, int(count * limit / max(seconds, 1e-9)))

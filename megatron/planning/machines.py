@@ -12,8 +12,9 @@ from megatron.launch.gpus import Gpu
 from megatron.planning.operations import Operation
 from megatron.planning.processes import PlanError
 
-_DIVISORS = ("memory", "bf16", "bandwidth", "multiprocessors")  # of a machine's numbers, those above 0
-_SHARES = ("product", "fp8_product", "grouped", "attention", "attention_backward", "copy")
+# The numbers of a machine that are above 0, because times are divided by them.
+_POSITIVE = ("memory", "bf16", "bandwidth", "multiprocessors", "product", "fp8_product", "grouped", "attention",
+             "attention_backward", "copy")  # fmt: skip
 _TILES = ((128, 256), (256, 128), (128, 128))  # of a product, that one multiprocessor computes at a time
 
 
@@ -153,13 +154,12 @@ def read_machine(path: Path) -> tuple[Gpu, Reached]:
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise PlanError(f"--gpu {path}: {problem}; write it with deepy.py plan calibrate --out {path}") from problem
     unknown = {gpu.link, gpu.network} - {*read_links()}
-    divisors = {name: getattr(table, name) for table, names in ((gpu, _DIVISORS), (reached, _SHARES)) for name in names}
     numbers = {**gpu._asdict(), **reached._asdict()}
     wrong_names = [
         name
         for name, value in numbers.items()
         if name not in ("generation", "link", "network", "source")
-        and not (isinstance(value, int | float) and 0 <= value < math.inf and (value > 0 or name not in divisors))
+        and not (isinstance(value, int | float) and 0 <= value < math.inf and (value > 0 or name not in _POSITIVE))
     ]
     if unknown or wrong_names:
         wrong = (

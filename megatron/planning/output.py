@@ -125,11 +125,14 @@ def lines(plan: Plan) -> Iterator[str]:
 def facts(plan: Plan) -> Iterator[str]:
     """Yields lines about the model and its layout."""
     args, size = plan.args, plan.size
-    active, trained = f"{_count(size.active)} of them active for a token", f"{_count(size.trained)} trained"
-    yield f"parameters: {_count(size.total)}, {active}, {trained}"
+    active, trained = (
+        f"{readable_count(size.active)} of them active for a token",
+        f"{readable_count(size.trained)} trained",
+    )
+    yield f"parameters: {readable_count(size.total)}, {active}, {trained}"
     yield (
         f"FLOPs of a step: {size.flops:.3g} exactly, {size.neox_flops:.3g} by GPT-NeoX's formula; "
-        f"{_count(size.tokens)} tokens"
+        f"{readable_count(size.tokens)} tokens"
     )
     layout = " x ".join(f"{axis} {count}" for axis, (_, count) in strides(args).items() if count > 1)
     copies = args.data_parallel_size * args.context_parallel_size
@@ -311,7 +314,8 @@ def _number(count: int | None, unit: str) -> str:
     return f"{count} {unit}{ending}"
 
 
-def _count(number: float) -> str:
+def readable_count(number: float) -> str:
+    """Returns a number as text, such as 8.03B."""
     for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"

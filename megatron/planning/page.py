@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.planning.output import Section, Table, facts, part_name, sections
+from megatron.planning.output import Section, Table, facts, part_name, readable_count, sections
 from megatron.planning.plan import GIB, Plan
 
 _COLORS = ("#1a73e8", "#e8710a", "#188038", "#a142f4", "#12a4af", "#b06000", "#5f6368", "#c5221f", "#80868b", "#f29900")
@@ -34,7 +34,7 @@ def _render(plan: Plan) -> str:
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     charts = {"Memory": _memory_chart(plan), "Seconds of a step": _time_chart(plan) if plan.time else None}
     return str(template.render(
-        title=f"Plan of {plan.size.total / 1e9:.3g}B parameters on {plan.args.world_size} GPUs",
+        title=f"Plan of {readable_count(plan.size.total)} parameters on {plan.args.world_size} GPUs",
         made=time.strftime("%Y-%m-%d %H:%M:%S"), facts=list(facts(plan)), is_bad=plan.fits_memory is False,
         sections=[_section(section, charts.get(section.title)) for section in sections(plan)],
         lines=[*(f"Note: {note}" for note in plan.notes), *(f"Problem: {problem}" for problem in plan.problems)],

@@ -5,7 +5,7 @@ formulas are corrected, until no other promises more.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from megatron.neox_arguments import NeoXArgs, UserError
@@ -90,29 +90,17 @@ def layouts_of(args: NeoXArgs, gpus_per_node: int) -> Iterator[Layout]:
     with_context = args.seq_length >= _LONG_ROWS or args.context_parallel_size > 1
     contexts = [*_powers(16)] if with_context else [1]
     experts = [*_powers(args.moe_num_experts)] if args.moe_num_experts > 1 else [1]
-    for tensor in _powers(min(gpus_per_node, args.num_attention_heads)):
-        for pipe in _powers(args.num_layers):
-            for context in contexts:
-                data, remainder = divmod(args.world_size, tensor * pipe * context)
-                if remainder or data == 0 or args.num_attention_heads % tensor:
-                    continue
-                for expert in (n for n in experts if data * context % n == 0 and args.moe_num_experts % n == 0):
-                    for rows in (n for n in _powers(_MOST_ROWS) if args.train_batch_size % (n * data) == 0):
-                        for zero in (1, 2, 3) if data * context > 1 else (0,):
-                            for recompute in ("none", "selective", "full"):
-                                for schedule, chunks in _schedules(pipe, zero):
-                                    yield Layout(
-                                        tensor,
-                                        tensor > 1,
-                                        pipe,
-                                        context,
-                                        expert,
-                                        zero,
-                                        rows,
-                                        recompute,
-                                        schedule,
-                                        chunks,
-                                    )
+    tensors = [n for n in _powers(min(gpus_per_node, args.num_attention_heads)) if args.num_attention_heads % n == 0]
+    for tensor, pipe, context in product(tensors, _powers(args.num_layers), contexts):
+        data, remainder = divmod(args.world_size, tensor * pipe * context)
+        if remainder or data == 0:
+            continue
+        expert_ranks = [n for n in experts if data * context % n == 0 and args.moe_num_experts % n == 0]
+        rows = [n for n in _powers(_MOST_ROWS) if args.train_batch_size % (n * data) == 0]
+        zeros = (1, 2, 3) if data * context > 1 else (0,)
+        for expert, zero, row, recompute in product(expert_ranks, zeros, rows, ("none", "selective", "full")):
+            for schedule, chunks in _schedules(pipe, zero):
+                yield Layout(tensor, tensor > 1, pipe, context, expert, zero, row, recompute, schedule, chunks)
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -190,7 +178,7 @@ class _Searching:
                 changed_args(self._args, self._changes(layout), self._machine)
             except UserError as problem:
                 self._refused[layout] = str(problem)
-        return not self._refused.get(layout)
+        return layout not in self._refused
 
     def _corrected(self, layout: Layout) -> Estimate:
         """Returns the estimate, corrected by the planned layout that is most like it."""
