@@ -3,8 +3,10 @@
 
 import logging
 import os
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,26 +42,49 @@ def report_of_failed(args: "NeoXArgs") -> None:
         report_at_end(args, logs, logging.getLogger("deepy"))
 
 
-def main() -> int:
-    from megatron.launch import dry_run, install_root, launch, set_arch_list
+def run_script(words: Sequence[str]) -> int:
+    """Prints the words of a script, such as `tools/datasets/split.py`, and runs it in this process.
+
+    Returns the exit code."""
+    from megatron.launch import install_root
+
+    print(f"$ python {shlex.join(words)}", flush=True)
+    script, *arguments = words
+    if script == "deepy.py":
+        return main([str(install_root() / word) if word == "train.py" else word for word in arguments])
+    return import_module(script.removesuffix(".py").replace("/", ".")).main(arguments) or 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """argv: the words after `deepy.py`; None: those of this process."""
+    argv = sys.argv[1:] if argv is None else argv
+    from megatron.launch import dry_run, install_root, launch, process_info, set_arch_list
     from megatron.neox_arguments import UserError
     from megatron.neox_arguments.reading.command_line import parse_deepy
     from megatron.neox_arguments.reports.config_dump import print_config
 
     try:
-        if sys.argv[1:2] == ["doctor"]:
+        if argv[:1] == ["doctor"]:
             from megatron.launch.doctor import main as doctor
 
-            return doctor(sys.argv[2:], build_tokenizer)
-        if sys.argv[1:2] == ["pipeline"]:
+            return doctor(argv[1:], build_tokenizer)
+        if argv[:1] == ["pipeline"]:
             from megatron.pipelines.command import main as pipeline
 
-            return pipeline(sys.argv[2:])
-        if sys.argv[1:2] == ["plan"]:
+            return pipeline(argv[1:])
+        if argv[:1] == ["plan"]:
             from megatron.planning.command import main as plan
 
-            return plan(sys.argv[2:], install_root())
-        command = parse_deepy(read_hf_model=hf_model_keys, preset_root=install_root())
+            return plan(argv[1:], install_root())
+        if argv[:1] == ["finetune"]:
+            from megatron.finetuning.command import main as finetune
+
+            return finetune(argv[1:], run_script, hf_model_keys)
+        if argv[:1] == ["chat"]:
+            from megatron.generation.chat_command import main as chat
+
+            return chat(argv[1:], lambda: process_info({}))
+        command = parse_deepy(argv, read_hf_model=hf_model_keys, preset_root=install_root())
         if command.presets:
             print(
                 f"deepy.py: no such files here; using presets: {', '.join(command.presets)}",

@@ -4,9 +4,11 @@ The name is a HuggingFace folder, a name on the Hub, an adapter's folder or a fo
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from megatron.checkpointing import CheckpointError, find_checkpoint
 from megatron.checkpointing.adapters import PeftFolder, is_peft
@@ -135,6 +137,7 @@ def load_chat_model(
     chat_template: str | None = None,
     precision: str | None = None,
     adapter: Sequence[str] = (),
+    keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> ChatModel:
     """Loads a model and its chat template in a single process.
 
@@ -144,11 +147,12 @@ def load_chat_model(
     chat_template: path of a template file; None: the model's own template.
     precision: precision to load the weights in; None: the model's own.
     adapter: adapters to merge into the weights, as in the configuration key `adapter`.
+    keys: other keys of the configuration.
     """
     args = chat_model_args(name, iteration)
     if args.score_head:
         raise CheckpointError(f"{name}: this is a reward model, which gives scores and no text; use tools/score.py")
-    args = with_options(args, adapter, precision)
+    args = with_options(args, adapter, precision).replace(**keys)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
     args = args.for_world(process.world_size)

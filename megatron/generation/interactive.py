@@ -18,6 +18,7 @@ from megatron.model import Model
 from megatron.mpu import mix_seed
 
 PROMPT = "Context prompt >>> "  # as in GPT-NeoX
+CHAT_PROMPT = ">>> "
 _HEARTBEAT_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
 
 
@@ -150,7 +151,7 @@ def converse(model: Model) -> int:
 
     number = 0
     while True:
-        write(PROMPT if on_terminal else "")
+        write((PROMPT if conversation is None else CHAT_PROMPT) if on_terminal else "")
         text = None
         while text is None:
             text = on_rank_zero(groups, wait)

@@ -19,17 +19,26 @@ ON_RANKS = {
     "generate": ("generate.py", "generate text with a model"),
     "serve": ("tools/serve.py", "serve a model over OpenAI's API"),
 }
+# Commands of deepy.py itself, each with its summary.
+DEEPY = {
+    "finetune": "fine-tune a HuggingFace model on a file",
+    "chat": "talk to a model",
+    "plan": "tell what a run needs, and how long it takes",
+    "pipeline": "run stages with gates between them",
+    "doctor": "check whether a run can start here",
+}
 _HELP = """\
 usage: neox COMMAND ...
 
   neox quickstart_data                        make the data of the quickstart
   neox train quickstart local_setup           train on it: your own files, or presets by their names
   neox train --num_gpus 2 a.yml b.yml --set train_iters=100
+  neox finetune MODEL DATA                    fine-tune a HuggingFace model
   neox COMMAND --help                         print the arguments of a command
 
 on the ranks of this machine, or of several (in a clone: python deepy.py train.py ...):
 {ranks}
-  doctor                             check whether a run can start here
+{deepy}
   --help-config KEY, --diff-config A B
 
 tools (in a clone: python tools/...; a dash may stand for each _):
@@ -73,7 +82,7 @@ def script_line(words: Sequence[str], folder: Path) -> list[str]:
     """
     name, *arguments = words
     deepy = [sys.executable, str(folder / "deepy.py")]
-    if name.startswith("-") or name == "doctor":
+    if name.startswith("-") or name in DEEPY:
         return [*deepy, *words]
     name = name.removesuffix(".py").replace("-", "_")
     if name in ON_RANKS:
@@ -84,7 +93,7 @@ def script_line(words: Sequence[str], folder: Path) -> list[str]:
     matches = [full for full in known_tools if full.endswith(f"/{name}")]
     if matches:
         raise LaunchError(f"{words[0]}: several tools have this name; write {' or '.join(matches)}")
-    nearest = get_close_matches(name, [*ON_RANKS, "doctor", *known_tools], 1)
+    nearest = get_close_matches(name, [*ON_RANKS, *DEEPY, *known_tools], 1)
     hint = f"do you mean {nearest[0]}? " if nearest else ""
     raise LaunchError(f"{words[0]}: no such command; {hint}`neox --help` lists all commands")
 
@@ -103,9 +112,11 @@ def tools(folder: Path) -> dict[str, Path]:
 
 def help_text(folder: Path) -> str:
     """Returns the text of `neox --help`, with the first sentence of every tool's own description."""
+    deepy_lines = "\n".join(f"  {name:<34} {summary}" for name, summary in DEEPY.items())
     ranks = "\n".join(f"  {name:<34} {summary}" for name, (_, summary) in ON_RANKS.items())
     tool_lines = "\n".join(f"  {name:<34} {_summary(path)}" for name, path in tools(folder).items())
-    return _HELP.format(ranks=ranks, tools=tool_lines, presets=f"{folder / 'configs'}, {folder / 'post-training'}")
+    presets = f"{folder / 'configs'}, {folder / 'post-training'}"
+    return _HELP.format(ranks=ranks, deepy=deepy_lines, tools=tool_lines, presets=presets)
 
 
 def _summary(path: Path) -> str:

@@ -79,6 +79,7 @@ class MethodDeclaration:
     eager_reason: why `compile: auto` does not compile blocks; None: it may compile them.
     has_second_model: whether a model with other layers reads the micro-batches, too.
     is_planned: whether `deepy.py plan` can plan its steps: passes of micro-batches, and the update.
+    finetuned_rows: the kind of rows that `deepy.py finetune` trains in this way (finetuning/formats.py).
     """
 
     trains: Callable[[Any], bool]
@@ -99,6 +100,7 @@ class MethodDeclaration:
     eager_reason: Callable[[Any], str | None] = lambda args: None
     has_second_model: bool = False
     is_planned: bool = False
+    finetuned_rows: str = ""
 
 
 def method_module(method: str, name: str) -> ModuleType | None:
@@ -134,6 +136,12 @@ def _declarations() -> dict[str, MethodDeclaration]:
 def declarations() -> Iterable[MethodDeclaration]:
     """Returns the declarations of all kinds of training."""
     return _declarations().values()
+
+
+def train_impl_of_rows(kind: str) -> str | None:
+    """Returns the value of `train_impl` for rows of a kind; None: its default."""
+    methods = (declared for declared in declarations() if declared.finetuned_rows == kind)
+    return next((declared.impl.name for declared in methods if declared.impl is not None), None)
 
 
 @cache

@@ -15,6 +15,7 @@ from megatron.planning.operations import Operation
 from megatron.planning.size import model_size
 
 _TRAVELS_IN_BLOCK = 4  # of hidden states over tensor ranks: two sums forward, two backward
+_QUANTIZED = 0.65  # bytes of a weight in 4 bits, with its scales
 _ELEMENTWISE = 48  # bytes that a block moves besides products, for each element of a token, forward and backward
 
 
@@ -89,15 +90,26 @@ class _Pass(NamedTuple):
     head: float
 
 
-class Estimator:
-    """Estimates layouts of one model on a number of GPUs."""
+class MemoryEstimator:
+    """Estimates the memory of layouts of one model on a number of GPUs."""
 
-    def __init__(self, args: NeoXArgs, machine: Machine) -> None:
+    def __init__(self, args: NeoXArgs) -> None:
         assert args.world_size is not None and args.train_batch_size is not None
-        self._args, self._machine, self._world = args, machine, args.world_size
+        self._args, self._world = args, args.world_size
         self._batch: int = args.train_batch_size
         self._sample_tokens = rows_per_sample(args) * args.seq_length
-        self._passes = cache(self._pass)
+        self._is_fp32 = args.precision == "fp32"
+        self._element = 4.0 if self._is_fp32 else 2.0  # bytes of weights and activations
+
+    def memory(self, layout: Layout) -> tuple[float, float]:
+        """Returns `states` and `activations` of an Estimate."""
+        micro_batches = self._batch // (self._data(layout) * layout.rows)
+        shares = len(self._data_ranks(layout))
+        states = self._states(layout, self._parameters(layout), shares)
+        return states, self._activations(layout, micro_batches, self._args.num_layers)
+
+    def _data(self, layout: Layout) -> int:
+        return self._world // (layout.tensor * layout.pipe * layout.context)
 
     @cached_property
     def _matrices(self) -> dict[tuple[Any, ...], int]:
@@ -111,11 +123,65 @@ class Estimator:
                     counts[key] = counts.get(key, 0) + 1
         return counts
 
+    def _hidden_bytes(self, layout: Layout) -> float:
+        rows = layout.rows * self._sample_tokens / layout.context
+        rows /= layout.tensor if layout.sequence else 1
+        return self._element * rows * self._args.hidden_size
+
+    def _data_ranks(self, layout: Layout) -> tuple[int, ...]:
+        """The ranks that hold the same weights as the first one: those of its context and data groups."""
+        return tuple(range(0, self._world // layout.pipe, layout.tensor))
+
+    def _parameters(self, layout: Layout) -> float:
+        """Returns the parameters of a rank of the first stage."""
+        blocks = 0.0
+        for (shape, axis, experts), count in self._matrices.items():
+            ranks = (layout.tensor if axis is not None else 1) * (layout.expert if experts else 1)
+            blocks += count * shape[0] * shape[1] / ranks
+        edges = self._args.padded_vocab_size * self._args.hidden_size / layout.tensor
+        return blocks / layout.pipe + edges * (1 if layout.pipe > 1 or not self._args.no_weight_tying else 2)
+
+    def _states(self, layout: Layout, size: float, shares: int) -> float:
+        """size: parameters of a rank. shares: ranks over which ZeRO shards."""
+        block = size * layout.pipe / self._args.num_layers
+        trained = self._trained_share
+        optimizer = (8.0 if self._is_fp32 else 12.0) * size * trained / (shares if layout.zero else 1)
+        is_quantized = (self._args.user_values.get("lora") or {}).get("quantization") is not None
+        element = _QUANTIZED if is_quantized else self._element
+        weights = element * (size if layout.zero < 3 else 2 * block)
+        shards = element * (1 - trained) * size / shares if layout.zero else 0.0  # of frozen weights, beside copies
+        gradients = 4.0 * trained * (size if layout.zero < 2 else size / shares + 2 * block)
+        return optimizer + weights + shards + gradients
+
+    @cached_property
+    def _trained_share(self) -> float:
+        size = model_size(self._args)
+        return size.trained / size.total
+
+    def _activations(self, layout: Layout, micro_batches: int, blocks: int) -> float:
+        rows = layout.rows * self._sample_tokens / layout.context
+        hidden = self._hidden_bytes(layout)
+        wide = 0.0
+        for (shape, axis, experts), count in self._matrices.items():
+            share = self._args.moe_top_k / experts if experts else 1.0
+            wide += self._element * rows * count / blocks * share * (shape[0] / (layout.tensor if axis == 0 else 1))
+        block_bytes = {"none": 4 * hidden + 2 * wide, "selective": 3 * hidden + wide, "full": hidden}[layout.recompute]
+        held = min(layout.pipe + (layout.pipe - 1) / layout.chunks * (layout.chunks > 1), micro_batches)
+        return held * blocks / layout.pipe * block_bytes + (4 * hidden + 2 * wide) + 6 * hidden
+
+
+class Estimator(MemoryEstimator):
+    """Estimates memory and seconds of layouts of one model on a number of GPUs."""
+
+    def __init__(self, args: NeoXArgs, machine: Machine) -> None:
+        super().__init__(args)
+        self._machine = machine
+        self._passes = cache(self._pass)
+
     def estimate(self, layout: Layout) -> Estimate:
         """Returns seconds and memory of a layout."""
-        args, machine = self._args, self._machine
-        data = self._world // (layout.tensor * layout.pipe * layout.context)
-        micro_batches = self._batch // (data * layout.rows)
+        machine = self._machine
+        micro_batches = self._batch // (self._data(layout) * layout.rows)
         work = self._passes(layout.tensor, layout.context, layout.expert, layout.rows)
         recomputed = {"none": 0.0, "selective": work.elementwise / 3, "full": work.forward}[layout.recompute]
         tensor = work.tensor * (1.5 if layout.recompute == "full" else 1.0)
@@ -141,52 +207,7 @@ class Estimator:
         shares = len(members)
         updated = size / (shares if layout.zero else 1)
         parts["update"] = 28 * updated / (machine.gpu.bandwidth * 1e9 * machine.reached.copy)
-        return Estimate(
-            parts, self._states(layout, size, shares), self._activations(layout, micro_batches, args.num_layers)
-        )
-
-    def _hidden_bytes(self, layout: Layout) -> float:
-        rows = layout.rows * self._sample_tokens / layout.context
-        rows /= layout.tensor if layout.sequence else 1
-        return 2.0 * rows * self._args.hidden_size
-
-    def _data_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The ranks that hold the same weights as the first one: those of its context and data groups."""
-        return tuple(range(0, self._world // layout.pipe, layout.tensor))
-
-    def _parameters(self, layout: Layout) -> float:
-        """Returns the parameters of a rank of the first stage."""
-        blocks = 0.0
-        for (shape, axis, experts), count in self._matrices.items():
-            ranks = (layout.tensor if axis is not None else 1) * (layout.expert if experts else 1)
-            blocks += count * shape[0] * shape[1] / ranks
-        edges = self._args.padded_vocab_size * self._args.hidden_size / layout.tensor
-        return blocks / layout.pipe + edges * (1 if layout.pipe > 1 or not self._args.no_weight_tying else 2)
-
-    def _states(self, layout: Layout, size: float, shares: int) -> float:
-        """size: parameters of a rank. shares: ranks over which ZeRO shards."""
-        block = size * layout.pipe / self._args.num_layers
-        trained = self._trained_share
-        optimizer = 12.0 * size * trained / (shares if layout.zero else 1)
-        weights = 2.0 * (size if layout.zero < 3 else 2 * block)
-        gradients = 4.0 * trained * (size if layout.zero < 2 else size / shares + 2 * block)
-        return optimizer + weights + gradients
-
-    @cached_property
-    def _trained_share(self) -> float:
-        size = model_size(self._args)
-        return size.trained / size.total
-
-    def _activations(self, layout: Layout, micro_batches: int, blocks: int) -> float:
-        rows = layout.rows * self._sample_tokens / layout.context
-        hidden = self._hidden_bytes(layout)
-        wide = 0.0
-        for (shape, axis, experts), count in self._matrices.items():
-            share = self._args.moe_top_k / experts if experts else 1.0
-            wide += 2 * rows * count / blocks * share * (shape[0] / (layout.tensor if axis == 0 else 1))
-        block_bytes = {"none": 4 * hidden + 2 * wide, "selective": 3 * hidden + wide, "full": hidden}[layout.recompute]
-        held = min(layout.pipe + (layout.pipe - 1) / layout.chunks * (layout.chunks > 1), micro_batches)
-        return held * blocks / layout.pipe * block_bytes + (4 * hidden + 2 * wide) + 6 * hidden
+        return Estimate(parts, *self.memory(layout))
 
     def _pass(self, tensor: int, context: int, expert: int, rows: int) -> _Pass:
         """Returns the seconds of a micro-batch in all blocks, on the ranks of a pipeline together."""

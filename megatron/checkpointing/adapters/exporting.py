@@ -14,6 +14,7 @@ from megatron.checkpointing.adapters.sources import AdapterSource
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.multimodal import TEXT_TOWERS, is_multimodal
 from megatron.checkpointing.huggingface.companion_files import (
+    CARD,
     companion_files_of,
     is_of_tokenizer,
     write_companion_files,
@@ -21,10 +22,12 @@ from megatron.checkpointing.huggingface.companion_files import (
 from megatron.checkpointing.huggingface.exporting import LayerProgress, export_hf, new_folder, no_progress
 from megatron.checkpointing.huggingface.folder import HFFolder, is_hf
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, some_tokens
+from megatron.checkpointing.huggingface.model_card import adapter_card
 from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.huggingface.transformers_model import auto_class
 from megatron.checkpointing.manifest import read_manifest
 from megatron.model.weight_map import adapter_params
+from megatron.neox_arguments import NeoXArgs
 
 _HF_RUN = "huggingface "  # run ids of imports from HuggingFace begin so
 
@@ -53,6 +56,7 @@ def export_peft(
     family: str | None = None,
     dtype: torch.dtype | None = None,
     notes: Mapping[str, bytes] | None = None,
+    run_args: NeoXArgs | None = None,
     progress: LayerProgress = no_progress,
 ) -> Path:
     """Write adapters to the folder `output` in peft's format, with the tokenizer of the run that trained
@@ -62,6 +66,7 @@ def export_peft(
     family: the HuggingFace `model_type` whose module names are written; None: that of the base model. If the
         base is multimodal, module names include its wrapper.
     dtype: of the written tensors; None: as stored. notes: content of further files by name.
+    run_args: the configuration of the run, whose files the card shows; None: the values in the checkpoint.
     An existing `output` is replaced as a whole, and never left half written. Raises CheckpointError."""
     source.verify()
     output = Path(output).resolve()
@@ -76,6 +81,9 @@ def export_peft(
     family = family_below(base_path) if family is None or family in TEXT_TOWERS else family
     kinds = {value.dtype for layer in layers for value in source.read(layer).values()}
     files, vocab = _companions(source)
+    if source.manifest is not None:
+        trained = sum(value.numel() for layer in layers for value in source.read(layer).values())
+        files[CARD] = adapter_card(source.path, run_args or source.args, base_model, trained)
     size = sum(file.stat().st_size for file in source.path.iterdir() if file.is_file())
     with new_folder(output, size) as temporary:
 

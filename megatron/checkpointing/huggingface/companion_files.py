@@ -90,6 +90,20 @@ def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | No
     return files
 
 
+def run_companion_files(folder: Path | None, tokenizer: Mapping[str, bytes], args: NeoXArgs) -> Mapping[str, bytes]:
+    """Returns the companion files of a run, content by name. The file `chat_template` replaces the template.
+
+    folder: of the model that the run begins with, as for `read_companion_files`; None: it was not imported.
+    tokenizer: files of the run's tokenizer. Raises ConfigError if the template cannot be read."""
+    files = read_companion_files(folder, tokenizer) if folder is not None else {}
+    if args.chat_template is None or not any(map(is_of_tokenizer, files)):
+        return files
+    try:
+        return {**files, CHAT_TEMPLATE: Path(args.chat_template).read_bytes()}
+    except OSError as cause:
+        raise args.error("chat_template", f"{args.chat_template}: cannot be read ({cause.strerror})") from cause
+
+
 def is_of_tokenizer(name: str) -> bool:
     """Whether a file of this name belongs to a tokenizer; chat templates do."""
     return any(fnmatchcase(name, pattern) for pattern in _TOKENIZER)

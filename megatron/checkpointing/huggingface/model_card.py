@@ -33,28 +33,62 @@ def model_card(
     manifest = read_manifest(source)
     facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
     facts["Precision"] = str(dtype).removeprefix("torch.")
-    facts["Checkpoint"] = source.name
-    if manifest is not None:
-        facts |= {"Iteration": f"{manifest.iteration:,}", "Samples seen": f"{manifest.consumed_samples:,}"}
-        if manifest.consumed_samples and args.seq_length:
-            facts["Tokens seen"] = f"about {manifest.consumed_samples * args.seq_length:,}"
-        facts |= {f"{name} version": value for name, value in manifest.versions.items()}
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    texts = {PurePath(name).name: text for name, text in args.config_files.items()}
-    texts = texts or {"configuration.json": json.dumps(json.loads(args.to_json())["given"], indent=1)}
-    kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
-    parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
     task, loader = _TASKS[bool(args.score_head)]
     front = _front_matter(imported_card, task, trained=manifest is not None and manifest.consumed_samples > 0)
     return (
         f"---\n{front}---\n\n"
         f"# {config['architectures'][0]}, {parameters / 1e6:,.0f}M parameters\n\n"
         "Trained with a GPT-NeoX configuration and converted to HuggingFace's format.\n\n"
-        f"| | |\n|---|---|\n{rows}\n\n"
+        f"{_fact_table({**facts, **_facts_of_run(source, args)})}\n\n"
         f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
         f'model = {loader}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
-        "## Training configuration\n\n" + "\n\n".join(parts) + "\n"
+        f"{_configuration(args)}"
     ).encode()
+
+
+def adapter_card(source: Path, args: NeoXArgs, base: str | None, trained: int) -> bytes:
+    """Returns the content of README.md of adapters in peft's format.
+
+    source: the checkpoint. base: name of the base model, as in adapter_config.json. trained: number of the
+        adapters' parameters."""
+    front: dict[str, Any] = {"library_name": "peft", "pipeline_tag": _TASKS[0][0], "tags": ["lora", "gpt-neox"]}
+    if base is not None and not Path(base).is_absolute():
+        front["base_model"] = base
+    facts = {"Base model": base or "not recorded", "Parameters": f"{trained:,}"}
+    return (
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n"
+        f"# LoRA adapters of {PurePath(base).name if base else 'a model'}\n\n"
+        "Trained with a GPT-NeoX configuration and written in peft's format.\n\n"
+        f"{_fact_table({**facts, **_facts_of_run(source, args)})}\n\n"
+        "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
+        'model = AutoPeftModelForCausalLM.from_pretrained(".")\n'
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
+        f"{_configuration(args)}"
+    ).encode()
+
+
+def _facts_of_run(source: Path, args: NeoXArgs) -> dict[str, Any]:
+    """Returns what the checkpoint tells of its training, by name."""
+    manifest, facts = read_manifest(source), {"Checkpoint": source.name}
+    if manifest is not None:
+        facts |= {"Iteration": f"{manifest.iteration:,}", "Samples seen": f"{manifest.consumed_samples:,}"}
+        if manifest.consumed_samples and args.seq_length:
+            facts["Tokens seen"] = f"about {manifest.consumed_samples * args.seq_length:,}"
+        facts |= {f"{name} version": value for name, value in manifest.versions.items()}
+    return facts
+
+
+def _fact_table(facts: Mapping[str, Any]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
+
+
+def _configuration(args: NeoXArgs) -> str:
+    """Returns the section with the configuration of the training."""
+    texts = {PurePath(name).name: text for name, text in args.config_files.items()}
+    texts = texts or {"configuration.json": json.dumps(json.loads(args.to_json())["given"], indent=1)}
+    kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
+    parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
+    return "## Training configuration\n\n" + "\n\n".join(parts) + "\n"
 
 
 def _front_matter(imported_card: str, task: str, trained: bool) -> str:

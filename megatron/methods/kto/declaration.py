@@ -24,4 +24,5 @@ METHOD = MethodDeclaration(
     keys=KTOKeys,
     mismatched_answers=_mismatched_answers,
     sample_keys=_sample_keys,
+    finetuned_rows="judged",
 )

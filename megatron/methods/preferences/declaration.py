@@ -21,4 +21,5 @@ METHOD = MethodDeclaration(
     keys=PreferencesKeys,
     needs_reference=_needs_reference,
     is_planned=True,
+    finetuned_rows="pairs",
 )  # fmt: skip

@@ -129,5 +129,7 @@ class TextgenKeys:
         "parallelism, sharded weights, experts, FP8 or LongRoPE. auto: off until it has been timed on a GPU; printed",
     )
     chat_template: str | None = new_key(
-        None, "File with a Jinja chat template; unset: the one beside vocab_file, else the loaded model's"
+        None,
+        "File with a Jinja chat template; unset: the one beside vocab_file, else the loaded model's. A run that begins "
+        "with a HuggingFace model writes it beside the model's tokenizer",
     )

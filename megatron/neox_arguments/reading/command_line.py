@@ -25,6 +25,8 @@ examples:
   python deepy.py generate.py -d configs quickstart text_generation -i prompts.txt -o samples.jsonl
   python deepy.py train.py a.yml --print-config
   python deepy.py train.py a.yml --init-only               (its weights at iteration 0, into save)
+  python deepy.py finetune MODEL chats.jsonl               (a model of HuggingFace on a file; finetune --help)
+  python deepy.py chat MODEL                               (talk to a model; chat --help)
   python deepy.py doctor a.yml                             (can a run start here? more: doctor --help)
   python deepy.py plan a.yml b.yml --gpus 64               (what will it need, do its ranks fit together? plan --help)
   python deepy.py pipeline run FOLDER                      (stages with gates; more: pipeline --help)

@@ -43,8 +43,9 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
 from megatron.checkpointing.families.convert import hf_config
-from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, read_companion_files
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
+from megatron.checkpointing.huggingface.companion_files import run_companion_files
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint, keep_manifest_only
@@ -78,7 +79,7 @@ class CheckpointWriter:
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # The companion files of an imported model are kept, and written again when it is exported.
-        self.carried = read_companion_files(folder, run.tokenizer.files()) if folder is not None else {}
+        self.carried = run_companion_files(folder, run.tokenizer.files(), args)
         writes = folder is not None and groups.world_rank == 0
         self.carried_tensors = carried_writer(folder, source.is_hf) if writes and folder is not None else None
         exports = args.save_hf is not None or args.save_best is not None or args.push_to_hub
@@ -199,7 +200,7 @@ class CheckpointWriter:
         export, which then leaves no files.
         """
         if self.args.lora is not None:
-            export_peft(open_adapter(path), folder, notes=notes)
+            export_peft(open_adapter(path), folder, notes=notes, run_args=self.args)
         else:
             export_hf(path, self.args, folder, check=False, notes=notes, progress=partial(layers_unless, look))
 

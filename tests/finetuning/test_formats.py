@@ -1,0 +1,132 @@
+"""Rows of every format, as they are published, beside TRL's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl.data_utils import extract_prompt
+
+from megatron.data import DataError
+from megatron.finetuning.formats import CHATS, JUDGED, PAIRS, TEXTS, prompt_of, recognise
+from megatron.finetuning.rows import write_rows
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+CONVERSATION = [user("Why?"), assistant("So."), user("Still?"), assistant("Yes.")]
+SHAREGPT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+FORMATS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "messages": ({"messages": CONVERSATION, "id": 1}, CHATS, {"messages": CONVERSATION, "id": 1}),
+    "sharegpt": ({"conversations": SHAREGPT}, CHATS, {"messages": CONVERSATION[:2]}),
+    "alpaca": ({"instruction": "Sum.", "input": "1 2", "output": "3"}, CHATS,
+               {"messages": [user("Sum.\n\n1 2"), assistant("3")]}),
+    "alpaca without input": ({"instruction": "Sing.", "input": "", "output": "La"}, CHATS,
+                             {"messages": [user("Sing."), assistant("La")]}),
+    "dolly": ({"instruction": "Sing.", "context": "Low.", "response": "La"}, CHATS,
+              {"messages": [user("Sing.\n\nLow."), assistant("La")]}),
+    "question": ({"system": "Brief.", "question": "Why?", "answer": "So."}, CHATS,
+                 {"messages": [{"role": "system", "content": "Brief."}, user("Why?"), assistant("So.")]}),
+    "completion of messages": ({"prompt": [user("Why?")], "completion": [assistant("So.")]}, CHATS,
+                               {"messages": [user("Why?"), assistant("So.")]}),
+    "texts of pairs": ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, PAIRS,
+                       {"prompt": [user("Why?")], "chosen": [assistant("So.")], "rejected": [assistant("No.")]}),
+    "conversations and their prompt": (
+        {"prompt": "Why?", "chosen": CONVERSATION[:2], "rejected": [user("Why?"), assistant("No.")]}, PAIRS,
+        {"prompt": [user("Why?")], "chosen": [assistant("So.")], "rejected": [assistant("No.")]}),
+    "judged": ({"prompt": "Why?", "completion": "So.", "label": True}, JUDGED,
+               {"prompt": [user("Why?")], "completion": [assistant("So.")], "label": True}),
+    "judged in CSV": ({"prompt": "Why?", "response": "So.", "label": "False"}, JUDGED,
+                      {"prompt": [user("Why?")], "completion": [assistant("So.")], "label": False}),
+    "text": ({"text": "Once upon a time"}, TEXTS, {"text": "Once upon a time"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_recognised(name: str) -> None:
+    row, kind, expected = FORMATS[name]
+    row_format = recognise(row, "data.jsonl")
+    assert (row_format.kind, row_format.convert(row)) == (kind, expected)
+
+
+def test_common_beginnings_are_those_of_trl() -> None:
+    pair = {"chosen": CONVERSATION, "rejected": [*CONVERSATION[:3], assistant("No.")]}
+    assert recognise(pair, "a").convert(pair) == extract_prompt(pair)
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"a": 1, "b": 2}, "a, b"),
+    ([1], "list"),
+])  # fmt: skip
+def test_other_rows_are_refused(row: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        recognise(row, "data.jsonl")
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"messages": [user("Why?")]}, "messages.*assistant"),
+    ({"question": "Why?", "answer": " "}, "answer"),
+    ({"prompt": "Why?", "completion": "So.", "label": "maybe"}, "label.*maybe"),
+    ({"chosen": [user("Why?"), assistant("So.")], "rejected": [user("How?"), assistant("No.")]}, "prompt"),
+    ({"text": 3}, "text"),
+])  # fmt: skip
+def test_unusable_rows_are_named(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        recognise(row, "data.jsonl").convert(row)
+
+
+def test_the_questions_are_the_users() -> None:
+    rows = {kind: recognise(row, "a").convert(row) for row, kind, _ in FORMATS.values()}
+    rows[CHATS] = {"messages": CONVERSATION}
+    assert prompt_of(rows[CHATS], CHATS) == {"messages": CONVERSATION[:3]}
+    assert prompt_of(rows[PAIRS], PAIRS) == {"messages": [user("Why?")]}
+    assert prompt_of({"text": "a " * 20}, TEXTS) == {"prompt": " ".join("a" * 12)}
+    assert prompt_of({"text": "a b"}, TEXTS) is None
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_row_is_in_one_part(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": f"{n}." if n != 5 else ""} for n in range(30)]
+    written = write_rows(write(tmp_path / "a.jsonl", rows), "0.1", tmp_path / "data")
+    parts = {name: read(tmp_path / "data" / f"{name}.jsonl") for name in ("train", "valid", "questions")}
+    assert (written.train, written.valid, written.bad) == (26, 3, 1) and "a.jsonl:6" in written.problem
+    answers = [row["messages"][1]["content"] for row in [*parts["train"], *parts["valid"]]]
+    assert sorted(answers, key=float) == [f"{n}." for n in range(30) if n != 5]
+    assert [line["messages"] for line in parts["questions"]] == [row["messages"][:1] for row in parts["valid"]]
+
+
+def test_validation_may_be_another_file(tmp_path: Path) -> None:
+    train = write(tmp_path / "a.jsonl", [{"question": "1?", "answer": "1."}])
+    valid = write(tmp_path / "b.jsonl", [{"messages": CONVERSATION}])
+    assert write_rows(train, valid, tmp_path / "data")[1:3] == (1, 1)
+    assert read(tmp_path / "data" / "valid.jsonl") == [{"messages": CONVERSATION}]
+    texts = write(tmp_path / "c.jsonl", [{"text": "a"}])
+    with pytest.raises(DataError, match=r"c\.jsonl.*texts"):
+        write_rows(train, texts, tmp_path / "data")
+
+
+@pytest.mark.parametrize(("rows", "valid", "words"), [
+    ([], "0.1", r"a\.jsonl.*no rows"),
+    ([{"question": "1?", "answer": ""}], "0.1", r"a\.jsonl:1"),
+    ([{"question": "1?", "answer": "1."}], "0.1", "--valid FILE"),
+    ([{"question": "1?", "answer": "1."}] * 4, "none.jsonl", "none.jsonl"),
+    ([{"question": "1?", "answer": "1."}] * 4, "4", "valid 4"),
+    ([{"question": "1?", "answer": "1."}, *[{"question": "1?"}] * 101], "1", r"a\.jsonl:2.*100"),
+])  # fmt: skip
+def test_files_are_refused(tmp_path: Path, rows: list[Any], valid: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        write_rows(write(tmp_path / "a.jsonl", rows), valid, tmp_path / "data")
