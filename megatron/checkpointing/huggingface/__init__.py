@@ -12,6 +12,7 @@ from megatron.checkpointing.huggingface.companion_files import (
     exported_vocab_size,
     read_companion_files,
     reads_same_tokens,
+    run_companion_files,
 )
 from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf

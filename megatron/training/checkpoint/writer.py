@@ -43,9 +43,8 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
 from megatron.checkpointing.families.convert import hf_config
-from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, run_companion_files
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
-from megatron.checkpointing.huggingface.companion_files import run_companion_files
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint, keep_manifest_only
