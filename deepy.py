@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = set_arch_list(os.environ)
         if message:
             print(message, file=sys.stderr)
-        code = launch(command.user_script, command.args, (), command.node_rank, command.hosts)
+        code = launch(command.user_script, command.args, (), command.node_rank, command.hosts, command.quiet)
         if code and command.args.report and Path(command.user_script).name == "train.py":
             report_of_failed(command.args)
         return code

@@ -25,7 +25,7 @@ class EvaluationProgress:
         self._start_time = time.perf_counter()
         self._bar: tqdm | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=0, desc=DESCRIPTION, unit="request", file=sys.stderr, dynamic_ncols=True)
+            self._bar = tqdm(total=0, desc=DESCRIPTION, unit="request", file=sys.stderr, dynamic_ncols=True, position=0)
         self._closed = threading.Event()
 
     def __enter__(self) -> EvaluationProgress:

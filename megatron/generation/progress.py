@@ -29,7 +29,7 @@ class ProgressBar:
         self.on_terminal = visible and sys.stderr.isatty()
         self.bar = tqdm(
             total=total, initial=done, desc=description, unit=unit, file=sys.stderr, disable=not self.on_terminal,
-            dynamic_ncols=True,
+            dynamic_ncols=True, position=0,  # a training run that waits for this has its status line there
         )  # fmt: skip
 
     def __enter__(self) -> Self:

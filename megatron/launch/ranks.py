@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.process import LogFile
+from megatron.process.terminal import TERMINAL_LOG, OutputSplitter
 
 FATAL = (b"Traceback (most recent call last)", b"Fatal Python error: ")
 STACK = b"(most recent call first)"  # faulthandler's
@@ -35,19 +36,28 @@ class Rank:
     held: bytes = b""  # of rank 0: read, not yet shown
     traceback_at: float | None = None
     stopped_at: float | None = None
+    splitter: OutputSplitter | None = None  # of a rank in a terminal
 
     def read(self) -> bytes:
         """Reads the next piece of the rank's output, writes it to the rank's log and returns it; b"" if there
         is none."""
         data = _read(self.output)
         if data:
-            self.log.write(data)
-            self.held += data if self.index == 0 else b""
+            logged, for_screen = (data, data) if self.splitter is None else self.splitter.feed(data)
+            self.log.write(logged)
+            self.held += for_screen if self.index == 0 else b""
             recent = self.tail[-len(FATAL[0]) :] + data
             if any(mark in recent for mark in FATAL):
                 self.traceback_at = time.monotonic()
             self.tail = (self.tail + data)[-TAIL_BYTES:]
         return data
+
+    def close(self) -> None:
+        """Writes the rest of the output into the log, and closes both."""
+        if self.splitter is not None:
+            self.log.write(self.splitter.finish())
+        self.log.close()
+        os.close(self.output)
 
     def read_all(self) -> None:
         """Reads all output that the rank has written so far. It does not wait for the end of the pipe,
@@ -110,6 +120,7 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
     """Starts one rank in its own session. Its stdout and stderr go into one stream, which the caller must
     read."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
+    env = {**env, TERMINAL_LOG: str(log.path) if terminal else ""}
     reader, writer = _terminal() if terminal else os.pipe()
     os.set_blocking(reader, False)
     try:
@@ -122,7 +133,7 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
         raise
     finally:
         os.close(writer)
-    return Rank(index, world_size, process, reader, log)
+    return Rank(index, world_size, process, reader, log, splitter=OutputSplitter() if terminal else None)
 
 
 def _terminal() -> tuple[int, int]:

@@ -42,6 +42,7 @@ def launch(
     script_args: Sequence[str] = (),
     node_rank: int | None = None,
     hosts: Sequence[str] = (),
+    silent: bool = False,
 ) -> int:
     """Runs `script` with the configuration `args` and returns the exit code of the run. With torchrun this
     call does not return.
@@ -50,10 +51,14 @@ def launch(
     of restarts in NEOX_RESTARTS. They read the resolved args from the file
     `<log_dir>/neox_args.<script>.*.json`, which the flag `--neox-args` names.
 
+    silent: whether only failures are shown, as with the flag `--quiet`.
+
     Raises LaunchError for machines, GPUs, ports and folders that are not available, and ConfigError for a
     layout that does not fit.
     """
     run = plan(script, args, script_args, node_rank, hosts)
+    if silent and run.launcher not in ("local", "nodes"):
+        raise LaunchError(f"--quiet: the output of the launcher {run.launcher} cannot be held back; redirect it")
     make_folders(run)
     if run.launcher not in ("local", "nodes"):
         return _start(run)
@@ -63,9 +68,9 @@ def launch(
         may_restart = restarts < args.max_restarts
         if rendezvous is None:
             write_args_file(run)
-            outcome = run_local(run, restarts, may_restart)
+            outcome = run_local(run, restarts, may_restart, silent)
         else:
-            outcome = run_node(run, rendezvous, restarts, may_restart)
+            outcome = run_node(run, rendezvous, restarts, may_restart, silent)
         if not outcome.repeatable or restarts == args.max_restarts:
             return _exit_code(args, outcome)
         restarts += 1
@@ -210,26 +215,30 @@ def _latest(args: "NeoXArgs") -> int | None:
         return None
 
 
-def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcome:
+def run_local(run: Run, restarts: int = 0, will_restart: bool = False, silent: bool = False) -> Outcome:
     """Starts all ranks of a run that uses this machine alone, watches them to the end and returns the
     outcome.
 
     restarts: number of restarts so far.
     will_restart: whether the caller starts the run again after a repeatable failure.
+    silent: whether only failures are shown.
 
     Raises LaunchError if the port is in use.
     """
     assignment = RankAssignment(0, run.world_size, _port(run.master_port))
-    return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, will_restart=will_restart)
+    ranks = environments(run, assignment, restarts)
+    return watch_ranks(run.command, ranks, run.log_dir, will_restart=will_restart, silent=silent)
 
 
-def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False) -> Outcome:
+def run_node(
+    run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False, silent: bool = False
+) -> Outcome:
     """Waits for the launchers of all machines, then starts this machine's ranks and watches them. Returns the
     outcome once the run has ended on all machines.
 
     restarts: number of restarts so far. will_restart: whether the caller starts the run again after a
-    repeatable failure. Raises LaunchError if a machine does not join, and ConfigError if the layout does not
-    fit the number of ranks.
+    repeatable failure. silent: whether only failures are shown. Raises LaunchError if a machine does not
+    join, and ConfigError if the layout does not fit the number of ranks.
     """
     assignment = rendezvous.assemble(restarts)
     try:
@@ -244,7 +253,7 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_r
             f"{run.log_dir}, and node 0 shows the output of rank 0"
         )
     ranks_env = environments(run, assignment, restarts)
-    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart))
+    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart, silent))
 
 
 def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from megatron.launch.ranks import FATAL, STACK, Rank, start_rank
+from megatron.launch.ranks import FATAL, STACK, TAIL_BYTES, Rank, start_rank
 from megatron.process import STACKS_SIGNAL, LogFile, say, take_early_signals
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -92,6 +92,7 @@ def watch_ranks(
     log_dir: Path,
     peers: PeerLaunchers | None = None,
     will_restart: bool = False,
+    silent: bool = False,
 ) -> Outcome:
     """Runs `command` once per environment, each with its RANK, and returns the outcome.
 
@@ -105,6 +106,7 @@ def watch_ranks(
     peers: the launchers of other machines; the run then ends when it has ended on every machine.
     will_restart: whether the caller starts the run again after a repeatable failure. Stdout then gets one
         line with the rank and its log, and no traceback, because the run continues.
+    silent: whether stdout gets rank 0's last output only, and only if the run fails.
     """
     ranks: list[Rank] = []
     complain = cache(lambda text: say(f"deepy.py: warning: {text}"))  # once: all logs are on one disk
@@ -113,26 +115,33 @@ def watch_ranks(
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            outcome = _watch(ranks, received, _Screen(quiet=will_restart), peers)
+            outcome = _watch(ranks, received, _Screen(will_restart, silent), peers)
             return replace(outcome, signal=received[0]) if received else outcome
         finally:
             _end(ranks)
             for rank in ranks:
-                rank.log.close()
-                os.close(rank.output)
+                rank.close()
 
 
 class _Screen:
     """Writes the output of rank 0 to stdout. The run continues if stdout is closed or its disk is full.
 
-    quiet: whether to hide a failure after which the run is started again.
+    quiet: whether to hide a failure after which the run is started again. silent: whether to show only the
+    last output of a run that fails.
     """
 
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
+    def __init__(self, quiet: bool, silent: bool) -> None:
+        self.quiet, self._silent = quiet, silent
         with suppress(OSError):
             sys.stdout.flush()
         self._descriptor = sys.stdout.fileno()
+
+    def show_running(self, rank: Rank, has_ended: bool = False) -> None:
+        """Writes the output of a rank that has not failed."""
+        if self._silent:
+            rank.held = b"" if has_ended else rank.held[-TAIL_BYTES:]
+        else:
+            self.show(rank)
 
     def show(self, rank: Rank) -> None:
         """Writes the output of rank 0 that was read but not shown yet. For any other rank, writes nothing."""
@@ -188,7 +197,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
             if None not in codes:
                 for rank in ranks:
                     rank.read_all()
-                screen.show(ranks[0])
+                screen.show_running(ranks[0], has_ended=True)
                 if peers is None:
                     return Outcome(0)
                 if not reported_done:
@@ -208,7 +217,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
             suspect = _suspect(ranks)
             # Held back otherwise: rank 0 may be printing a traceback that another rank's failure caused
             if suspect is None or (suspect.index == 0 and not screen.quiet):
-                screen.show(ranks[0])
+                screen.show_running(ranks[0])
 
 
 def _earlier(culprit: Rank, peers: PeerLaunchers | None) -> Outcome | None:

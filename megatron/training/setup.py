@@ -35,6 +35,7 @@ from megatron.neox_arguments import ModelArgs, MutableNeoXArgs, NeoXArgs, argume
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.validation.experts import router_notes
 from megatron.neox_arguments.values.remote_paths import is_remote
+from megatron.process.terminal import for_log_file, for_terminal, terminal_log
 from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked_ids
 from megatron.training.builtin_callbacks.best_model import check_best
 from megatron.training.builtin_callbacks.build import load_callbacks
@@ -169,7 +170,9 @@ def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Log
     """
     if args.save is not None:
         logger.info(f'checkpoints: "{args.save}"')
-    logger.info(arguments_dump(args))
+    if log_file := terminal_log():
+        logger.info(for_terminal(f"arguments, and a long line for each logged step: {log_file}"))
+    logger.info(for_log_file(arguments_dump(args)))
     logger.info(describe(tokenizer, args.padded_vocab_size))
     if args.softmax_rows is not None:
         logger.info(

@@ -19,7 +19,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.run import Run
 from megatron.launch.start import run_local
-from tests.launch.runs import alive, environment, logs_of, taken_port, wait_for, write_script
+from tests.launch.runs import alive, deepy, environment, logs_of, taken_port, wait_for, write_script
 
 LAUNCH = """
 import os, sys
@@ -254,6 +254,37 @@ def test_rank_0_sees_a_terminal_when_there_is_one(launch: Launch, tmp_path: Path
     assert os.read(parent_end, 1000) == b"terminal True True\r\n"
     os.close(parent_end)
     assert logs_of(tmp_path) == ["terminal True True\n", "terminal False False\n"]
+
+
+SEPARATED = """
+from megatron.process.terminal import for_log_file, for_terminal, terminal_log
+print(for_log_file(f"long {rank}"))
+print(for_terminal("short") if terminal_log() else "no terminal")
+"""
+
+
+def test_a_terminal_shows_short_lines_and_the_log_has_the_long_ones(launch: Launch, tmp_path: Path) -> None:
+    parent_end, child_end = pty.openpty()
+    launch(SEPARATED, stdout=child_end, stderr=child_end).wait(200)
+    os.close(child_end)
+    assert os.read(parent_end, 1000) == b"short\r\n"
+    os.close(parent_end)
+    assert logs_of(tmp_path) == ["long 0\n", "long 1\nno terminal\n"]
+
+
+def test_without_a_terminal_nothing_is_separated(launch: Launch, tmp_path: Path) -> None:
+    run = launch(SEPARATED)
+    assert run.communicate(timeout=200)[0] == "long 0\nno terminal\n"
+    assert logs_of(tmp_path)[0] == "long 0\nno terminal\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_quiet_shows_only_failures(tmp_path: Path, fails: bool) -> None:
+    text = f"print('rank', rank, flush=True)\nif {fails} and rank == 0: raise ValueError('seen')"
+    done = deepy(tmp_path, text, "--quiet")
+    assert logs_of(tmp_path)[0].startswith("rank 0\n")
+    assert done.returncode == fails and ("ValueError: seen" in done.stdout) == fails
+    assert fails or done.stdout == ""
 
 
 def test_a_lost_reader_does_not_end_the_run(launch: Launch, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class DeepyCommand(NamedTuple):
     """The configuration files that are presets, which come with the package."""
     print_schedule: bool = False
     schedule_picture: Path | None = None
+    quiet: bool = False
 
 
 # Keys whose flags differ between machines if a command line is typed on each
@@ -150,6 +151,7 @@ def parse_deepy(
     parser.add_argument(
         "--schedule-picture", metavar="FILE", type=Path, help="print the schedule, and draw it into FILE (.png or .svg)"
     )
+    parser.add_argument("--quiet", action="store_true", help="show only failures; the log files have everything")
     parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
@@ -169,7 +171,7 @@ def parse_deepy(
     return DeepyCommand(
         parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
         tuple(_words(parsed)), tuple(presets),
-        parsed.print_schedule or parsed.schedule_picture is not None, parsed.schedule_picture,
+        parsed.print_schedule or parsed.schedule_picture is not None, parsed.schedule_picture, parsed.quiet,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import has_curriculum, rows_per_sample
+from megatron.process.terminal import coloured, for_log_file
 from megatron.training.method import LoggedSteps
 from megatron.training.metrics.flops import model_flops, neox_flops, readable_flops
 from megatron.training.metrics.host_copy import HostCopy
@@ -18,6 +19,9 @@ from megatron.training.metrics.metric_probes import Probe
 from megatron.training.nonfinite_guard import on_device
 from megatron.training.recompute import recomputed_product_share
 from megatron.training.run import Training
+
+_STEPS_TO_TELL = 10  # after which the speed of a run is known
+_GREEN, _MAGENTA, _BLUE = 32, 35, 34
 
 
 class LogCallback(Callback):
@@ -54,6 +58,7 @@ class LogCallback(Callback):
         self.probed: list[str] = []
         self.pending: tuple[Step, HostCopy, list[int], float, list[str]] | None = None
         self._memory_was_logged = False
+        self._tells_at: float = training.iteration + _STEPS_TO_TELL
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         """Finish the pending logged step, and collect this step's values. If this step is logged, begin to
@@ -118,10 +123,11 @@ class LogCallback(Callback):
         step.row.update(zip(self.probed, chain.from_iterable(probed), strict=True))
         if self.training.groups.world_rank == 0:
             bar = self.training.loop.bar
-            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            bar.set_description_str(status_text(step.row), refresh=False)
             with bar.external_write_mode():
-                self.training.logger.info(self._line(step, loss, seconds, means, skipped, untrained))
+                self.training.logger.info(for_log_file(self._line(step, loss, seconds, means, skipped, untrained)))
                 self._memory(step.iteration)
+                self._tell_days(step.iteration, seconds)
         step.settled = True
         self._on_settled(step)
 
@@ -173,22 +179,46 @@ class LogCallback(Callback):
         line += f" number of nan iterations: {int(math.isnan(loss) and not none_trained):3d} |"
         return line + (f" number of untrained iterations: {untrained:3d} |" if untrained else "")
 
+    def _tell_days(self, iteration: int, seconds: float) -> None:
+        """Once, after ten steps: log how long the run will take if that is more than a day."""
+        if iteration < self._tells_at:
+            return
+        self._tells_at = math.inf
+        days = (self.training.args.train_iters - iteration) * seconds / 86400
+        if days > 1:
+            self.training.logger.info(
+                f"at this speed the run ends after {days:.1f} more days: {self.training.args.train_iters - iteration} "
+                f"steps of {seconds:.2f} s; train_iters sets their number, `deepy.py plan` finds a faster layout"
+            )
+
     def _memory(self, iteration: int) -> None:
         if self._memory_was_logged or self.training.groups.device.type != "cuda":
             return
         self._memory_was_logged = True
         mega = 1024.0 * 1024.0
-        self.training.logger.info(
+        line = (
             f" after {iteration} iterations memory (MB)"
             f" | allocated: {torch.cuda.memory_allocated() / mega}"
             f" | max allocated: {torch.cuda.max_memory_allocated() / mega}"
             f" | reserved: {torch.cuda.memory_reserved() / mega}"
             f" | max reserved: {torch.cuda.max_memory_reserved() / mega}"
         )
+        self.training.logger.info(for_log_file(line))
+
+
+def status_text(row: Mapping[str, float | int]) -> str:
+    """Returns a logged step as a short text for a terminal: loss, tokens/s, utilisation, memory."""
+    parts = [coloured(f"loss {row['train/lm_loss']:.4f}", _GREEN)]
+    parts.append(coloured(f"{row['runtime/tokens_per_sec']:,.0f} tokens/s", _BLUE))
+    if "runtime/model_flops_utilization" in row:
+        parts.append(coloured(f"MFU {row['runtime/model_flops_utilization']:.0%}", _MAGENTA))
+    if torch.cuda.is_initialized():
+        parts.append(f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    return ", ".join(parts)
 
 
 class ProgressBarCallback(Callback):
-    """Advances the progress bar of a run in a terminal."""
+    """Advances the status line of a run in a terminal."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar = bar
@@ -199,12 +229,15 @@ class ProgressBarCallback(Callback):
             self.bar.update()
 
     def close(self) -> None:
-        """Stop updating the bar; it stays on the terminal as it is."""
+        """Stop updating the line; it stays on the terminal as it is."""
         self.bar.close()
 
 
 def build_bar(training: Training) -> tqdm:
-    """Returns a progress bar over the run's steps. It shows only on rank 0, if stderr is a terminal."""
+    """Returns the status line of the run. It shows only on rank 0, if stderr is a terminal."""
     is_visible = training.groups.world_rank == 0 and sys.stderr.isatty()
     steps, done = training.args.train_iters, training.progress.iteration
-    return tqdm(total=steps, initial=done, unit="step", file=sys.stderr, disable=not is_visible, dynamic_ncols=True)
+    return tqdm(
+        total=steps, initial=done, file=sys.stderr, disable=not is_visible, dynamic_ncols=True, smoothing=0.1,
+        bar_format="step {n_fmt}/{total_fmt} {bar:20} {desc}, ETA {remaining}",
+    )  # fmt: skip

@@ -1,13 +1,19 @@
 """Computes and logs validation and test loss within a run."""
 
+import time
 from collections.abc import Callable, Sequence
+
+from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import SampleSet, trains_preferences
 from megatron.process import StopRequested, stop_reason
+from megatron.process.terminal import for_log_file, for_terminal, terminal_log
 from megatron.training.builtin_callbacks.saving import SaveCallback
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.run import Training
+
+_SHORT = {"lm_loss": "loss", "lm_loss_ppl": "perplexity"}
 
 
 def validate(training: Training, set_name: str, iteration: int, row: dict[str, float | int]) -> None:
@@ -21,7 +27,7 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
         return
     name = "validation" if set_name == "valid" else "test"
     with training.watchdog.phase(f"computing the {name} loss"):
-        results = _results(training, dataset)
+        results = _results(training, dataset, name)
     row.update({f"{name}/{metric}": value for metric, value in results.items()})
     entropy = results.pop("unigram_entropy", None)
     values = "".join(f" {metric} value: {value:.6E} |" for metric, value in results.items())
@@ -30,13 +36,25 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
     rule = "-" * (len(line) + 1)
     with training.loop.bar.external_write_mode():
         for text in (rule, line, rule, *entropy_lines):
-            training.logger.info(text)
+            training.logger.info(for_log_file(text))
+        if terminal_log():
+            short = ", ".join(f"{_SHORT.get(metric, metric)} {value:.4g}" for metric, value in results.items())
+            training.logger.info(for_terminal(f"{name} at step {iteration}: {short}"))
 
 
-def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
-    """Returns the loss (`lm_loss`) and the other metrics of a dataset, by name."""
-    args, engine, eod, look = training.args, training.engine, training.tokenizer.eod, training.loop.look_for_stop
+def _results(training: Training, dataset: SampleSet, name: str) -> dict[str, float]:
+    """Returns the loss (`lm_loss`) and the other metrics of a dataset, by name. Shows the progress.
+
+    name: of the dataset, for people.
+    """
+    args, engine, eod = training.args, training.engine, training.tokenizer.eod
     samples = args.eval_iters * args.train_batch_size
+    steps = -(-min(samples, len(dataset)) // args.train_batch_size)
+
+    def show(share: float, time_left: str) -> None:
+        training.loop.bar.set_description_str(f"{name} {share:.0%}, {time_left} left")
+
+    look = with_progress(training.loop.look_for_stop, steps, show)
     if trains_preferences(args):
         loss, means = evaluate_objective(engine, dataset, samples, eod, look)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
@@ -49,6 +67,28 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
         means = evaluate_objective(engine, dataset, samples, eod, look)[1]
         values |= {name: means[name] for name in engine.objective.validated}
     return {**values, **result.metrics}
+
+
+def with_progress(
+    look_for_stop: Callable[[], None], steps: int, show: Callable[[float, str], None]
+) -> Callable[[], None]:
+    """Returns `look_for_stop` that also shows progress each time it is called.
+
+    steps: how many times it is called; it may be called more often. show: called with the share of the work
+    that is done, and the time that is left, such as 01:30.
+    """
+    start, calls = time.monotonic(), 0
+
+    def look() -> None:
+        nonlocal calls
+        if calls:
+            share = min(calls / steps, 1.0)
+            seconds = (time.monotonic() - start) * (1 - share) / share
+            show(share, tqdm.format_interval(seconds))
+        calls += 1
+        look_for_stop()
+
+    return look
 
 
 _NO_WORK = {Callback.on_validation_end, SaveCallback.on_validation_end}  # methods that evaluate nothing
