@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# PYTHON_ARGCOMPLETE_OK
 """Starts a script on all ranks, of this machine or of several: `python deepy.py train.py a.yml b.yml`."""
 
 import logging
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.process import begin_process, exit_code, outlive_readers, run_command
+from megatron.process.completion import is_completing, skip_word, typed_words
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -57,13 +59,17 @@ def run_script(words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """argv: the words after `deepy.py`; None: those of this process."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = typed_words() if is_completing() else sys.argv[1:]
     from megatron.launch import dry_run, install_root, launch, process_info, set_arch_list
+    from megatron.launch.command import DEEPY
     from megatron.neox_arguments import UserError
     from megatron.neox_arguments.reading.command_line import parse_deepy
     from megatron.neox_arguments.reports.config_dump import print_config
 
     try:
+        if argv and argv[0] in DEEPY:
+            skip_word()
         if argv[:1] == ["doctor"]:
             from megatron.launch.doctor import main as doctor
 
@@ -84,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron.generation.chat_command import main as chat
 
             return chat(argv[1:], lambda: process_info({}))
-        command = parse_deepy(argv, read_hf_model=hf_model_keys, preset_root=install_root())
+        command = parse_deepy(argv, hf_model_keys, install_root(), commands=tuple(DEEPY))
         if command.presets:
             print(
                 f"deepy.py: no such files here; using presets: {', '.join(command.presets)}",

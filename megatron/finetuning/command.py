@@ -23,6 +23,7 @@ from megatron.finetuning.rows import write_rows
 from megatron.generation.prompts.chat import find_template
 from megatron.neox_arguments import ConfigError, UserError
 from megatron.neox_arguments import load as load_keys
+from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.process.command_parser import CommandParser
 from megatron.tokenizer import build_tokenizer
@@ -57,7 +58,9 @@ def main(argv: Sequence[str], run: Run, read_model: Callable[[str], Mapping[str,
 
     run: runs another script. read_model: returns the configuration keys of a HuggingFace model.
     """
-    options = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    add_completers(parser, None)
+    options = parser.parse_intermixed_args(argv)
     try:
         return _finetune(options, argv, run, read_model)
     except UserError as problem:

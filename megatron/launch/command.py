@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from megatron.launch.environment import LaunchError, install_root
 from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
+from megatron.process.completion import is_completing, skip_word, typed_words
 
 # Scripts that deepy.py starts on ranks, by command, each with its summary in `neox --help`.
 ON_RANKS = {
@@ -59,6 +61,14 @@ def main() -> int:
     Returns only if no script is started: 0 after printing the help, 2 for an unknown command.
     """
     words, folder = sys.argv[1:], install_root()
+    if is_completing():
+        words = typed_words()
+        if not words:
+            parser = CommandParser(prog="neox")
+            parser.add_argument("command", choices=[*ON_RANKS, *DEEPY, *tools(folder)])
+            parser.parse_args([])
+        if words[0] not in (*ON_RANKS, *DEEPY):
+            skip_word()
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(help_text(folder))
         return 0

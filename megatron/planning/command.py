@@ -12,6 +12,7 @@ from typing import Any
 from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.neox_arguments.neox_args import load_assignments
+from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.neox_arguments.reading.presets import files_of
 from megatron.planning.calibrate import main as calibrate
@@ -38,7 +39,9 @@ def main(argv: Sequence[str], preset_root: Path) -> int:
     if argv[:1] == ["calibrate"]:
         return calibrate(argv[1:])
     try:
-        options = _parser().parse_intermixed_args(argv)
+        parser = _parser()
+        add_completers(parser, preset_root)
+        options = parser.parse_intermixed_args(argv)
         plan = plan_of(options, preset_root)
         if options.html is not None:
             _write_page(plan, options.html)

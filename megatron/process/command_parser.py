@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from megatron.process.completion import is_completing
+
 
 class CommandParser(argparse.ArgumentParser):
     """An argparse parser whose flags cannot be abbreviated and whose help keeps line breaks.
@@ -24,12 +26,21 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments like argparse. The error for an unknown flag suggests the most similar known
         flags."""
+        self._complete()
         return self._refuse_unknown(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments in which positional arguments may stand between flags. Reports unknown flags as
         `parse_args` does."""
+        self._complete()
         return self._refuse_unknown(*self.parse_known_intermixed_args(args, namespace))
+
+    def _complete(self) -> None:
+        """Ends the process after printing what may follow, if a shell only wants to complete the line."""
+        if is_completing():
+            from argcomplete import autocomplete
+
+            autocomplete(self)
 
     def _refuse_unknown(self, parsed: Any, unknown: Sequence[str]) -> Any:
         if unknown:

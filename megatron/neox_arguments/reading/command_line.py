@@ -4,6 +4,7 @@ import argparse
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from megatron.neox_arguments.reading.presets import SUFFIXES, file_name, files_o
 from megatron.neox_arguments.reports.config_dump import diff_config, print_config
 from megatron.neox_arguments.reports.key_reference import help_pages
 from megatron.process.command_parser import CommandParser
+from megatron.process.completion import is_completing
 
 _DEEPY = """\
 examples:
@@ -125,15 +127,20 @@ ReadHFModel = Callable[[str], Mapping[str, Any]]
 
 
 def parse_deepy(
-    argv: Sequence[str] | None = None, read_hf_model: ReadHFModel | None = None, preset_root: Path | None = None
+    argv: Sequence[str] | None = None,
+    read_hf_model: ReadHFModel | None = None,
+    preset_root: Path | None = None,
+    commands: Sequence[str] = (),
 ) -> DeepyCommand:
     """Parses the command line of deepy.py, and resolves the configuration it names. Raises ConfigError.
 
     argv: the words after `deepy.py`; None: from sys.argv. read_hf_model: reads the model of `--hf-model`.
     preset_root: folder of the presets; a name is looked up there if it is not a file.
+    commands: names that may stand in the place of a script, for completion.
     """
     description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=read_hf_model is not None)
+    add_completers(parser, preset_root, commands)
     parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="index of this machine, from 0")
     parser.add_argument(
         "--hosts", metavar="HOST:0,1", nargs="+", default=(),
@@ -224,6 +231,24 @@ def parse_script(argv: Sequence[str] | None, prog: str, read_hf_model: ReadHFMod
         sys.stdout.write(print_config(args) + "\n")
         raise SystemExit(0)
     return args
+
+
+def add_completers(parser: argparse.ArgumentParser, preset_root: Path | None, commands: Sequence[str] = ()) -> None:
+    """Lets shells complete keys, configurations and scripts of a parser."""
+    if not is_completing():
+        return
+    from megatron.neox_arguments.reading.completion import complete_key, complete_setting, config_completer
+
+    def complete_script(prefix: str, **ignored: Any) -> list[str]:
+        return [*glob(f"{prefix}*.py"), *(name for name in commands if name.startswith(prefix))]
+
+    completers: dict[str, Callable[..., list[str]]] = {
+        "set": complete_setting, "help_config": complete_key, "conf_file": config_completer(preset_root),
+        "user_script": complete_script,
+    }  # fmt: skip
+    for action in parser._actions:
+        if action.dest in completers:
+            action.completer = completers[action.dest]  # type: ignore[attr-defined]
 
 
 class _HelpConfig(argparse.Action):
