@@ -1,8 +1,10 @@
 """Builds the tokenizer of a run or a command, and computes the padded vocabulary size of the embedding."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
@@ -83,25 +85,41 @@ def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
     """Return the configuration with the texts in `loss_mask_token_ids` replaced by token ids.
 
     The ids are in ascending order, without repetitions. Raises ConfigError for an id outside the vocabulary,
-    and for a text that is not one token.
+    for a text that is not one token, and for `auto` with a tokenizer that lists no such tokens.
     """
     if not args.loss_mask_token_ids:
         return args
     names, ids = {name: i for i, name in tokenizer.special_tokens.items()}, set()
-    for token in args.loss_mask_token_ids:
+    listed = _listed_masked_ids(args) if args.loss_mask_token_ids == "auto" else args.loss_mask_token_ids
+    for token in listed:
         if isinstance(token, str):
             token_ids = [names[token]] if token in names else list(tokenizer.tokenize_bare(token))
             if len(token_ids) != 1:
                 problem = f'"{token}" is {len(token_ids)} tokens {token_ids}, not one; write token ids instead'
                 raise args.error("loss_mask_token_ids", problem)
             ids.update(token_ids)
-        elif token < tokenizer.vocab_size:
+        elif 0 <= token < tokenizer.vocab_size:
             ids.add(token)
         else:
             problem = f"{token} is not a token: the vocabulary has {tokenizer.vocab_size}, so ids end at "
             raise args.error("loss_mask_token_ids", f"{problem}{tokenizer.vocab_size - 1}")
     resolved = args.replace(loss_mask_token_ids=sorted(ids))
     return replace(resolved, origins=args.origins)  # so that an error names the line in the user's file
+
+
+def _listed_masked_ids(args: NeoXArgs) -> list[int | str]:
+    """Return the field `loss_mask_token_ids` of the tokenizer's tokenizer_config.json."""
+    vocab = Path(args.vocab_file or "")
+    file = (vocab if vocab.is_dir() else vocab.parent) / "tokenizer_config.json"
+    advice = "list the tokens in loss_mask_token_ids, or remove the key"
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))["loss_mask_token_ids"]
+    except (OSError, ValueError, TypeError, KeyError) as cause:
+        reason = "has no field loss_mask_token_ids" if isinstance(cause, KeyError | TypeError) else "cannot be read"
+        raise args.error("loss_mask_token_ids", f"auto: {file} {reason}; {advice}") from cause
+    if not isinstance(listed, list) or not all(type(token) in (int, str) for token in listed):
+        raise args.error("loss_mask_token_ids", f"auto: {file} has {listed!r}, which is no list of tokens; {advice}")
+    return listed
 
 
 def describe(tokenizer: Tokenizer, padded: int) -> str:

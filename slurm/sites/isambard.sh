@@ -33,7 +33,8 @@ default NEOX_GPUS_PER_NODE 4
 default NEOX_HUB_ORG geodesic-research
 default NEOX_HUB_PREFIX sfm
 
-# The plugin through which NCCL uses Slingshot, and no NCCL: the system's 2.26.6 is older than torch 2.11 needs.
+# The plugin through which NCCL uses Slingshot, and no NCCL: the system's 2.26.6 is older than torch 2.11 needs. Plugin
+# 1.8.1 has a deadlock that 1.17.3 mends; `module avail brics/aws-ofi-nccl` shows whether your cluster has it.
 default NEOX_MODULES "PrgEnv-cray cuda/12.6 brics/aws-ofi-nccl/1.8.1"
 default TORCH_CUDA_ARCH_LIST 9.0 # the device says 9.0a, which DeepSpeed's builder cannot read
 
@@ -47,6 +48,7 @@ default NCCL_ALGO Ring                # reduce-scatter 16 % faster; some version
 default NCCL_PROTO ^LL128             # this protocol needs stores of 128 bytes that nothing tears apart
 default NCCL_MIN_NCHANNELS 4          # four cards to a node
 default NCCL_NCHANNELS_PER_NET_PEER 4 # without it 24 % slower
+default NCCL_NET_FORCE_FLUSH 0        # a GH200 sees received data in order without it
 default NCCL_COLLNET_ENABLE 0         # Slingshot's switches do not reduce
 default NCCL_NVLS_ENABLE 0            # nor does NVLink, without an NVSwitch
 
@@ -56,8 +58,8 @@ default FI_MR_CACHE_MONITOR userfaultfd     # the kernel tells of freed memory; 
 default FI_HMEM_CUDA_USE_GDRCOPY 1          # as NCCL_GDRCOPY_ENABLE
 default FI_CXI_DISABLE_HOST_REGISTER 1      # libfabric's own buffers are not registered with CUDA
 default FI_CXI_DEFAULT_CQ_SIZE 131072       # completions that may wait, before the queue overflows,
-default FI_CXI_DEFAULT_TX_SIZE 1024         # and messages on their way
-default FI_CXI_RX_MATCH_MODE soft           # messages are matched by the CPU: the card's own table can run full
+default FI_CXI_DEFAULT_TX_SIZE 2048         # and messages on their way
+default FI_CXI_RX_MATCH_MODE hybrid         # the card matches messages, and the CPU once the card's table is full
 default FI_CXI_RDZV_PROTO alt_read          # every message is read by its receiver, and none sent ahead
 default FI_CXI_RDZV_GET_MIN 0
 default FI_CXI_RDZV_THRESHOLD 0

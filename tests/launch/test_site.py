@@ -33,13 +33,14 @@ set +x
 env | grep -E '^(NEOX|NCCL|FI|TORCH|MPICH|CUDA|PYTORCH|TRITON|TMPDIR|LD_PRELOAD)'
 printf 'secret of %s letters\\n' "${#A_SECRET}"
 """
-# What the group that trains there has published, June 2026.
+# What the group that trains there, and the machine, have published until November 2026.
 SLINGSHOT = {
     "NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "hsn", "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB",
     "NCCL_COLLNET_ENABLE": "0", "NCCL_PROTO": "^LL128", "NCCL_ALGO": "Ring", "NCCL_MIN_NCHANNELS": "4",
     "NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_NVLS_ENABLE": "0", "NCCL_GDRCOPY_ENABLE": "1", "FI_PROVIDER": "cxi",
+    "NCCL_NET_FORCE_FLUSH": "0",
     "FI_MR_CACHE_MONITOR": "userfaultfd", "FI_HMEM_CUDA_USE_GDRCOPY": "1", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
-    "FI_CXI_DEFAULT_TX_SIZE": "1024", "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_CXI_RX_MATCH_MODE": "soft",
+    "FI_CXI_DEFAULT_TX_SIZE": "2048", "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_CXI_RX_MATCH_MODE": "hybrid",
     "FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_EAGER_SIZE": "0",
     "FI_CXI_RDZV_PROTO": "alt_read", "FI_CXI_DISABLE_NON_INJECT_MSG_IDC": "1", "MPICH_GPU_SUPPORT_ENABLED": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1", "TORCH_CUDA_ARCH_LIST": "9.0",
@@ -79,14 +80,14 @@ def job(tmp_path):
 def test_a_job_on_slingshot(job, tmp_path):
     torch_nccl = fake_torch(tmp_path / "packages", "2.28.9")
     old = library(tmp_path / "modules" / "libnccl.so.2", "2.26.6")
-    job_env = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
+    job_env = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "soft", "TMPDIR": "/of/the/login/node"}
     variables, done = job(MODULES=str(Path(old).parent), **job_env)
     assert done.returncode == 0, done.stderr
     loaded = ["loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"]
     assert [*done.stdout.splitlines()[:3], done.stdout.splitlines()[-1]] == [*loaded, "secret of 9 letters"]
     assert "tr0ub4dor" not in done.stderr, "not under `bash -x` either"
     expected = SLINGSHOT | {name: f"/p/public/{place}" for name, place in PLACES.items()}
-    expected |= {"NEOX_NODES": "8", "NEOX_NODES_PRETRAIN": "64", "FI_CXI_RX_MATCH_MODE": "hybrid"}
+    expected |= {"NEOX_NODES": "8", "NEOX_NODES_PRETRAIN": "64", "FI_CXI_RX_MATCH_MODE": "soft"}
     expected |= {"NCCL_LIBRARY": torch_nccl, "LD_PRELOAD": torch_nccl}
     del expected["NCCL_ALGO"]
     assert {name: variables.get(name) for name in expected} == expected

@@ -1,7 +1,9 @@
 """Labels and weights, from keys to losses: what is trained, what never is, and what is said of it."""
 
+import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,27 @@ def test_a_set_of_which_all_is_masked_trains_nothing(tmp_path: Path) -> None:
 def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
     with pytest.raises(ConfigError, match=f"loss_mask_token_ids.*{facts}"):
         args = NeoXArgs.from_dict(config(LLAMA, PRETRAINING, loss_mask_token_ids=tokens))
+        with_masked_ids(args, build_tokenizer(args))
+
+
+@pytest.mark.parametrize(("config_file", "ids", "problem"), [
+    ({"loss_mask_token_ids": [5, "<|endoftext|>"]}, [0, 5], None),
+    ({"loss_mask_token_ids": [100000]}, None, "100000"),
+    ({"loss_mask_token_ids": [-1]}, None, "-1"),
+    ({"loss_mask_token_ids": 5}, None, r"tokenizer_config\.json has 5"),
+    ({"eos_token": "x"}, None, r"tokenizer_config\.json has no field"),
+    (None, None, r"tokenizer_config\.json cannot be read"),
+])  # fmt: skip
+def test_the_tokenizers_own_list(tmp_path: Path, config_file: Any, ids: list[int] | None, problem: str | None) -> None:
+    values = config(LLAMA, PRETRAINING, loss_mask_token_ids="auto")
+    shutil.copy(values["vocab_file"], tmp_path / "tokenizer.json")
+    if config_file is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config_file))
+    args = NeoXArgs.from_dict({**values, "vocab_file": str(tmp_path / "tokenizer.json")})
+    if problem is None:
+        assert list(with_masked_ids(args, build_tokenizer(args)).loss_mask_token_ids or ()) == ids
+        return
+    with pytest.raises(ConfigError, match=f"loss_mask_token_ids.*{problem}"):
         with_masked_ids(args, build_tokenizer(args))
 
 

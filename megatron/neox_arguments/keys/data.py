@@ -116,9 +116,10 @@ class DataKeys:
     num_workers: int = key(2, "Data-loading processes per rank; 0: none", ge=0)
     char_level_ppl: bool = key(False, "Validation also reports the perplexity per character")
     eod_mask_loss: bool = key(False, "Compute no loss at positions whose input token is end-of-document")
-    loss_mask_token_ids: tuple[int | str, ...] | None = new_key(
+    loss_mask_token_ids: Literal["auto"] | tuple[int | str, ...] | None = new_key(
         None,
-        "Tokens never to train or validate on: labels with them have no loss. Each is an id, or the text of one token",
+        "Tokens never to train or validate on: labels with them have no loss. Each is an id, or the text of one token. "
+        "auto: the list loss_mask_token_ids in tokenizer_config.json beside vocab_file",
         ge=0,
     )
     mmap_warmup: bool = key(False, "Read the data once at start", no_effect="the page cache does this")
