@@ -19,6 +19,9 @@ _USABLE = 0.85  # share of the memory that an estimate may take
 _ALL_ON_CPU = 30e6  # parameters that a CPU trains whole: with adapters, larger models need a third less time
 _LONGEST_ROWS = {True: 4096, False: 1024}  # on GPUs, on CPUs
 _MOST_ROWS = 32  # of a step
+_LEAST_STEPS, _MOST_EPOCHS = 25, 10  # few rows are read several times, so that there are so many steps
+_ON_CPUS = ": CPUs are slow; 3 are common"
+_COVERED = 0.995  # share of the documents that fit into a row
 _STEPS = 20  # of an epoch, if it has that many rows
 _LEAST_ROWS = {JUDGED: 4}  # of a step: its KL is estimated from them
 _RATES = {  # learning rates: of all weights, of adapters
@@ -112,18 +115,21 @@ def choose(
         f"learning rate {rate:g}: common for {'adapters' if has_adapters else 'all weights'} (optimizer.params.lr)",
         optimizer={"type": "AdamW", "params": {"lr": rate, "betas": [0.9, 0.999], "eps": 1e-8}},
     )
-    if "train_iters" not in user_keys:
-        epochs = 3 if device.is_gpu else 1
-        reason = "" if device.is_gpu else ": CPUs are slow; 3 are common"
-        choices.choose(f"train_epochs: {epochs}{reason}", train_epochs=epochs)
     assert args.train_batch_size is not None
     epoch_steps = max(1, rows // args.train_batch_size)
+    if "train_iters" not in user_keys:
+        common = 3 if device.is_gpu else 1
+        epochs = max(common, min(_MOST_EPOCHS, math.ceil(_LEAST_STEPS / epoch_steps)))
+        reason = f": few rows, {epoch_steps} steps each" if epochs > common else "" if device.is_gpu else _ON_CPUS
+        choices.choose(f"train_epochs: {epochs}{reason}", train_epochs=epochs)
     steps = int(choices.keys.get("train_iters") or epoch_steps * int(choices.keys.get("train_epochs") or 1))
     interval = max(1, steps // 6)
     choices.choose("", lr_decay_style="cosine", warmup=0.1, weight_decay=0.0, gradient_clipping=1.0)
     validated = math.ceil(valid.tokens / (0.9 * length * args.train_batch_size))
     choices.choose("", eval_interval=interval, eval_iters=max(1, min(validated, 50)))
-    choices.choose("", save_best="validation/lm_loss", checkpoint_factor=interval, keep_last_n_checkpoints=1)
+    if choices.keys["eval_iters"]:
+        choices.choose("", save_best="validation/lm_loss")
+    choices.choose("", checkpoint_factor=interval, keep_last_n_checkpoints=1)
     choices.choose("", log_interval=1 if steps <= 200 else 10)
     return choices
 
@@ -134,14 +140,16 @@ def memory(args: NeoXArgs) -> float:
 
 
 def _choose_rows(choices: Choices, kind: str, train: Documents, device: Device, positions: int) -> None:
-    longest = max(train.lengths)
+    longest = sorted(train.lengths)[math.ceil(_COVERED * len(train.lengths)) - 1]
     length = min(positions, _LONGEST_ROWS[device.is_gpu], max(256, -(-longest // 128) * 128))
     if kind == TEXTS:
         choices.choose(f"seq_length: {length}; texts are joined and cut into rows of it", seq_length=length)
         return
     longer = sum(n > length for n in train.lengths)
-    note = f"; {longer} of {len(train.lengths)} documents are truncated" if longer else ""
-    choices.choose(f"seq_length: {length}, as the longest document has {longest} tokens{note}", seq_length=length)
+    note = f"; longer documents are truncated: {longer} of {len(train.lengths)}" if longer else ""
+    choices.choose(
+        f"seq_length: {length}, since the longest document has {max(train.lengths)} tokens{note}", seq_length=length
+    )
 
 
 def _choose_objective(choices: Choices, kind: str) -> None:
@@ -175,12 +183,13 @@ def _choose_what_fits(
     needed_bytes = []
     batch = min(_MOST_ROWS, 2 ** int(math.log2(rows)))
     per_rank = max(1, batch // device.ranks)
-    for name, keys in _candidates(choices.keys, model, tokenizer, device, per_rank):
+    for name, keys in _candidates(choices.keys, device, per_rank, _trains_adapters(choices, model, tokenizer, device)):
         args = _args(with_defaults({**model, **choices.keys}, keys), tokenizer, device.ranks)
         needed_bytes.append(memory(args))
         if needed_bytes[-1] <= budget:
             share = f"about {needed_bytes[-1] / GIB:.1f} of {device.memory / GIB:.1f} GiB on {device.name}"
-            choices.choose(f"trained: {name}; {share}", **keys)
+            choices.choose("", **keys)
+            choices.reasons.append(f"trained: {name}; {share}")
             choices.reasons.append(
                 f"rows of a step: {args.train_batch_size} (train_micro_batch_size_per_gpu "
                 f"{args.train_micro_batch_size_per_gpu}, gradient_accumulation_steps "
@@ -188,49 +197,54 @@ def _choose_what_fits(
             )
             return args
     raise ConfigError([
-        f"finetune: nothing fits {device.memory / GIB:.1f} GiB on {device.name}; the smallest way needs about "
+        f"nothing fits {device.memory / GIB:.1f} GiB on {device.name}; the smallest way needs about "
         f"{min(needed_bytes) / GIB:.1f} GiB; use more or larger GPUs, or a smaller model"
     ])  # fmt: skip
 
 
-def _candidates(
-    keys: Mapping[str, Any], model: Mapping[str, Any], tokenizer: Tokenizer, device: Device, per_rank: int
-) -> Iterator[_Candidate]:
+def _trains_adapters(choices: Choices, model: Mapping[str, Any], tokenizer: Tokenizer, device: Device) -> bool:
+    """Returns whether all weights are too many for a CPU."""
+    return not device.is_gpu and _parameters(model, choices.keys, tokenizer, device) > _ALL_ON_CPU
+
+
+def _candidates(keys: Mapping[str, Any], device: Device, per_rank: int, only_adapters: bool) -> Iterator[_Candidate]:
     """Yields candidates, the best first.
 
-    per_rank: rows of a step on each rank, in powers of two.
+    per_rank: rows of a step on each rank, in powers of two. only_adapters: not all weights are trained.
     """
-    full = _Candidate("all weights", {"lora": None})
-    adapters = _Candidate("adapters (lora)", {"lora": _ADAPTERS})
-    ways = [full, adapters]
-    if device.is_gpu and find_spec("bitsandbytes") is not None:
-        ways.append(_Candidate("adapters on weights in 4 bits (lora)", {"lora": _QUANTIZED}))
-    if not device.is_gpu and _parameters(model, keys, tokenizer, device) > _ALL_ON_CPU:
-        ways = [adapters]
-    if keys.get("lora") is not None:
-        ways = [_Candidate("adapters (lora)", {"lora": _ADAPTERS})]
-    elif "lora" in keys or "trainable" in keys:
-        ways = [_Candidate("what --set says", {})]
-    stages = [1, 3] if device.ranks > 1 else [0]
-    for way in ways:
-        for stage in stages:
-            if stage == 3 and way.keys.get("lora") is _QUANTIZED:
-                continue
+    for name, lora in _ways(keys, device, only_adapters):
+        # With adapters, stages 1 and 2 save nothing. Quantised weights are not sharded.
+        small, large = (0, 3) if lora.get("lora") else (1, 3)
+        is_quantised = (lora.get("lora") or {}).get("quantization") is not None
+        for stage in [0] if device.ranks == 1 or is_quantised else [small, large]:
             for rows, recomputes in ((8, False), (4, False), (2, False), (1, False), (4, True), (1, True)):
                 if rows <= per_rank:
-                    yield _Candidate(way.name, {
-                        **way.keys, "zero_optimization": {"stage": stage}, "checkpoint_activations": recomputes,
+                    yield _Candidate(name, {
+                        **lora, "zero_optimization": {"stage": stage}, "checkpoint_activations": recomputes,
                         **_batch(keys, rows, per_rank),
                     })  # fmt: skip
 
 
+def _ways(keys: Mapping[str, Any], device: Device, only_adapters: bool) -> list[_Candidate]:
+    """Returns ways to train, the best first: all weights, adapters, adapters on quantised weights."""
+    section = keys.get("lora")
+    if "lora" in keys and section is None or "trainable" in keys:
+        return [_Candidate("what --set says", {})]
+    full = [] if only_adapters or section is not None else [_Candidate("all weights", {"lora": None})]
+    loras = {"adapters (lora)": _ADAPTERS}
+    if device.is_gpu and find_spec("bitsandbytes") is not None:
+        loras["adapters on weights in 4 bits (lora)"] = _QUANTIZED
+    if section is not None and "quantization" in section:
+        loras = {"adapters (lora)": _ADAPTERS}
+    return [*full, *(_Candidate(name, {"lora": with_defaults(section or {}, lora)}) for name, lora in loras.items())]
+
+
 def _batch(keys: Mapping[str, Any], rows: int, per_rank: int) -> dict[str, int]:
     """Returns keys of the batch, beside those that are set."""
-    if "train_micro_batch_size_per_gpu" in keys or "gradient_accumulation_steps" in keys:
-        return {}
-    if "train_batch_size" in keys:
+    rows = int(keys.get("train_micro_batch_size_per_gpu", rows))
+    if "train_batch_size" in keys or "gradient_accumulation_steps" in keys:
         return {"train_micro_batch_size_per_gpu": rows}
-    return {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": per_rank // rows}
+    return {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": max(1, per_rank // rows)}
 
 
 def _parameters(model: Mapping[str, Any], keys: Mapping[str, Any], tokenizer: Tokenizer, device: Device) -> int:

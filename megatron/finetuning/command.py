@@ -2,40 +2,22 @@
 
 import argparse
 import json
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
-
-from megatron.data import DataError
-from megatron.data.files import replace_text, sha256, write_json
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.finetuning.choices import Documents, choose
-from megatron.finetuning.config_file import config_text, nested
-from megatron.finetuning.devices import this_device
-from megatron.finetuning.formats import CHATS, JUDGED, PAIRS, TEXTS
-from megatron.finetuning.rows import write_rows
-from megatron.generation.prompts.chat import find_template
+from megatron.data.files import sha256, write_json
+from megatron.finetuning.preparation import CONFIG, ReadModel, Run, prepare
 from megatron.neox_arguments import ConfigError, UserError
-from megatron.neox_arguments import load as load_keys
 from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.process.command_parser import CommandParser
-from megatron.tokenizer import build_tokenizer
 
-Run = Callable[[Sequence[str]], int]
-"""Runs a script of the repository by its words, such as `tools/datasets/split.py`; returns the exit code."""
 _COMMAND = "deepy.py finetune"
-_CONFIG, _RECORD, _DATA = "finetune.yml", "finetune.json", "data"
-_CHOSEN = ("seq_length", "precision", "load")  # keys of the model that a fine-tuning sets itself
-_OWN_KEYS = ("save", "load", "finetune", "demo_prompts")
-_COLUMNS = {CHATS: ("messages",), PAIRS: ("chosen", "rejected"), JUDGED: ("completion",), TEXTS: ("text",)}
-_SIDES = {"chosen": "pos_", "rejected": "neg_"}
+_RECORD = "finetune.json"  # of what a folder is made
+_UNFINISHED = 1  # exit code
 _EXAMPLES = """\
 examples:
   python deepy.py finetune HuggingFaceTB/SmolLM2-135M-Instruct chats.jsonl
@@ -53,7 +35,7 @@ edit it, and type the command again, or `python deepy.py train.py OUTPUT/finetun
 """
 
 
-def main(argv: Sequence[str], run: Run, read_model: Callable[[str], Mapping[str, Any]]) -> int:
+def main(argv: Sequence[str], run: Run, read_model: ReadModel) -> int:
     """Fine-tunes as the command line says, and returns the exit code.
 
     run: runs another script. read_model: returns the configuration keys of a HuggingFace model.
@@ -65,7 +47,11 @@ def main(argv: Sequence[str], run: Run, read_model: Callable[[str], Mapping[str,
         return _finetune(options, argv, run, read_model)
     except UserError as problem:
         sys.stderr.write(problem.error_lines(_COMMAND))
-        return 1
+    except OSError as problem:  # a file or folder cannot be read or written
+        if problem.filename is None:
+            raise
+        sys.stderr.write(ConfigError([f"{problem.filename}: {problem.strerror}"]).error_lines(_COMMAND))
+    return 1
 
 
 def _parser() -> CommandParser:
@@ -91,21 +77,23 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _finetune(
-    options: argparse.Namespace, argv: Sequence[str], run: Run, read_model: Callable[[str], Mapping[str, Any]]
-) -> int:
+def _finetune(options: argparse.Namespace, argv: Sequence[str], run: Run, read_model: ReadModel) -> int:
     out = options.output or Path("checkpoints", f"{Path(options.model).name}-{Path(options.data).name.split('.')[0]}")
-    if not _is_prepared(out, _inputs(options)):
-        _prepare(out, options, argv, run, read_model)
+    inputs = _inputs(options)
+    if _is_prepared(out, inputs):
+        _say(f"{out / CONFIG} is there already, and is used as it is")
     else:
-        _say(f"{out / _CONFIG} is there already, and is used as it is")
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / _RECORD, inputs)
+        prepare(
+            out.resolve(), options.model, options.data, options.valid, options.set, options.chat_template,
+            options.num_gpus, ["deepy.py", "finetune", *argv], run, read_model, _say,
+        )  # fmt: skip
     if options.prepare_only:
         return 0
     words = [] if options.num_gpus is None else ["--num_gpus", str(options.num_gpus)]
-    code = run(["deepy.py", *words, "train.py", str(out / _CONFIG)])
-    if code == 0:
-        _tell_result(out)
-    return code
+    code = run(["deepy.py", *words, "train.py", str(out / CONFIG)])
+    return code or _tell_result(out)
 
 
 def _say(line: str) -> None:
@@ -113,173 +101,56 @@ def _say(line: str) -> None:
 
 
 def _inputs(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what a fine-tuning is made of, to recognise it."""
+    """Returns what a fine-tuning is made of, to recognise it however it is typed."""
     inputs: dict[str, Any] = {
-        "model": options.model, "data": options.data, "valid": options.valid, "set": options.set,
+        "model": options.model, "data": options.data, "valid": options.valid,
         "chat_template": options.chat_template,
+        "set": {key: value for key, value, _ in parse_overrides(options.set, "--set")},
     }  # fmt: skip
-    for name in ("data", "valid"):
-        if Path(inputs[name]).is_file():
-            inputs[f"digest of {name}"] = sha256(Path(inputs[name]))
-    return inputs
+    for name in ("model", "data", "valid", "chat_template"):
+        if inputs[name] is not None and Path(inputs[name]).exists():
+            inputs[name] = str(Path(inputs[name]).resolve())
+            if Path(inputs[name]).is_file():
+                inputs[f"digest of {name}"] = sha256(Path(inputs[name]))
+    return json.loads(json.dumps(inputs, default=str))
 
 
 def _is_prepared(out: Path, inputs: Mapping[str, Any]) -> bool:
-    """Returns whether the folder's configuration is written.
+    """Returns whether the folder's configuration is written for these inputs.
 
     Raises ConfigError if the folder is of something else.
     """
-    record = out / _RECORD
+    record, config = out / _RECORD, out / CONFIG
     if not record.is_file():
         if out.is_dir() and any(out.iterdir()):
             raise ConfigError([f"{out}: holds files of something else; name another folder by --output"])
         return False
-    recorded = json.loads(record.read_text(encoding="utf-8"))
+    try:
+        recorded = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError as cause:
+        raise ConfigError([f"{record}: is damaged; remove the folder, or name another one by --output"]) from cause
     changed = [name for name in {**recorded, **inputs} if recorded.get(name) != inputs.get(name)]
-    if changed and (out / _CONFIG).is_file():
-        name = changed[0]
+    if not changed or not config.is_file():
+        return config.is_file()
+    name = changed[0]
+    change = f"{name}: {recorded.get(name)}, now {inputs.get(name)}"
+    if (out / "latest").exists():
         raise ConfigError([
-            f"{out}: was begun with another {name}: {recorded.get(name)}, now {inputs.get(name)}; "
-            f"edit {out / _CONFIG}, name another folder by --output, or remove this one"
+            f"{out}: was begun with another {change}; edit {config}, name another folder by --output, or remove this "
+            "one"
         ])  # fmt: skip
-    return (out / _CONFIG).is_file()
+    kept = config.with_suffix(".old.yml")
+    config.rename(kept)
+    _say(f"prepared anew, for another {change}; {kept} is the configuration of before")
+    return False
 
 
-def _prepare(
-    out: Path,
-    options: argparse.Namespace,
-    argv: Sequence[str],
-    run: Run,
-    read_model: Callable[[str], Mapping[str, Any]],
-) -> None:
-    """Writes the data and the configuration of a fine-tuning into the folder `out`."""
-    user_keys = nested({key: value for key, value, _ in parse_overrides(options.set, "--set")})
-    reserved = [key for key in user_keys if key in _OWN_KEYS or key.endswith("_data_paths")]
-    if reserved:
-        raise ConfigError([f"--set {reserved[0]}: `finetune` sets this key itself; see --output, DATA and --valid"])
-    device = this_device(options.num_gpus)
-    model = dict(read_model(options.model))
-    data = out / _DATA
-    try:
-        rows = write_rows(options.data, options.valid, _emptied(out, data, _inputs(options)))
-    except DataError as problem:
-        raise ConfigError([str(problem)]) from problem
-    kind = rows.format.kind
-    _say(f"{options.data}: {rows.format.description}; {rows.train} rows to train, {rows.valid} to validate")
-    if rows.bad:
-        _say(f"WARNING: {rows.bad} rows are left out; the first: {rows.problem}")
-    args = load_keys([], {**model, "train_micro_batch_size_per_gpu": 1}, origin="finetune")
-    tokenizer = build_tokenizer(args)
-    template = None if kind == TEXTS else _template(options.chat_template, args, tokenizer, out)
-    _tokenise(run, kind, data, model, rows.train, template)
-    train, valid = (_documents(data / part, kind) for part in ("train", "valid"))
-    model_keys = {key: value for key, value in model.items() if key not in {*_CHOSEN, *user_keys}}
-    files = _data_keys(out, kind)
-    choices = choose({**model_keys, **files}, tokenizer, kind, train, valid, device, user_keys)
-    for reason in choices.reasons:
-        _say(reason)
-    load = (
-        str(Path(options.model).resolve())
-        if Path(options.model).is_dir()
-        else f"hf://{options.model.removeprefix('hf://')}"
-    )
-    weights = {"load": load, "finetune": True}
-    parts = {
-        "the model": {**model_keys, **weights},
-        "the data": files,
-        "training": choices.keys,
-        "results": _result_keys(out, kind, template, choices.keys),
-    }
-    command = ["deepy.py", "finetune", *argv]
-    replace_text(out / _CONFIG, config_text(command, str(out / _CONFIG), parts, choices.reasons))
-    _say(f"{out / _CONFIG}: written; every choice above is a key in it")
-
-
-def _emptied(out: Path, data: Path, inputs: Mapping[str, Any]) -> Path:
-    """Returns the folder of the data, without what an interrupted command left in it."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / _RECORD, inputs)
-    shutil.rmtree(data, ignore_errors=True)
-    return data
-
-
-def _template(file: str | None, args: Any, tokenizer: Any, out: Path) -> Path | None:
-    """Returns a file with the chat template; None if the model has its own, which is used."""
-    if file is not None:
-        args = args.replace(chat_template=file)
-        find_template(args, tokenizer)
-        return Path(file)
-    try:
-        find_template(args, tokenizer)
-        return None
-    except ConfigError:
-        default = Path(__file__).with_name("chat_template.jinja")
-        shutil.copyfile(default, out / default.name)
-        _say(f"the model has no chat template; it learns that of {out / default.name}; another: --chat-template FILE")
-        return out / default.name
-
-
-def _tokenise(run: Run, kind: str, data: Path, model: Mapping[str, Any], rows: int, template: Path | None) -> None:
-    """Writes the `.bin` and `.idx` files of both parts. Raises ConfigError if that fails."""
-    workers = ["--workers", "4"] if rows > 2000 else []
-    for part in ("train", "valid"):
-        words = ["--input", str(data / f"{part}.jsonl"), "--output-prefix", str(data / part), *workers]
-        if kind == TEXTS:
-            words += ["--tokenizer-type", model["tokenizer_type"], "--vocab-file", model["vocab_file"], "--append-eod"]
-            words += ["--eod-token", model["eod_token"]] if "eod_token" in model else []
-            script = "preprocess_data.py"
-        else:
-            words += ["--tokenizer-path", model["load"]]
-            words += [] if template is None else ["--chat-template", str(template)]
-            words += ["--reward-key", "label", "--binary-reward"] if kind == JUDGED else []
-            script = "preprocess_data_with_chat_template.py"
-        if run([f"tools/datasets/{script}", *words, "--jsonl-keys", *_COLUMNS[kind]]):
-            raise ConfigError([f"{data / part}.jsonl cannot be tokenised, as said above"])
-
-
-def _documents(prefix: Path, kind: str) -> Documents:
-    """Returns the lengths of all documents; those of both sides of pairs are added up."""
-    total = sum(np.asarray(IndexedDataset(f"{prefix}_{column}_document").sizes) for column in _COLUMNS[kind])
-    return Documents([int(length) for length in np.atleast_1d(total)])
-
-
-def _data_keys(out: Path, kind: str) -> dict[str, Any]:
-    """Returns the keys that name the tokenised files."""
-    keys: dict[str, Any] = {}
-    for part in ("train", "valid"):
-        for column in _COLUMNS[kind]:
-            path, side = out / _DATA / f"{part}_{column}", _SIDES.get(column, "")
-            keys[f"{side}{part}_data_paths"] = [f"{path}_document"]
-            if kind != TEXTS:
-                keys[f"{side}{part}_label_data_paths"] = [f"{path}_label_document"]
-            if kind == JUDGED:
-                keys[f"{part}_reward_data_paths"] = [f"{path}_reward_document"]
-    return keys
-
-
-def _result_keys(out: Path, kind: str, template: Path | None, user_keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of what the run writes beside checkpoints."""
-    keys: dict[str, Any] = {"save": str(out)}
-    questions = out / _DATA / "questions.jsonl"
-    if questions.stat().st_size:
-        keys |= {"demo_prompts": str(questions), "maximum_tokens": 128, "temperature": 0.0}
-    if kind != TEXTS:
-        keys["chat"] = True
-    if template is not None:
-        keys["chat_template"] = str(template)
-    if find_spec("bokeh") is not None:
-        keys["report"] = True
-    elif "report" not in user_keys:
-        _say("no report: bokeh is missing; pip install 'neox[report]' for a page with curves")
-    return {key: value for key, value in keys.items() if key not in user_keys}
-
-
-def _tell_result(out: Path) -> None:
-    """Prints where the result is, and how to use it."""
+def _tell_result(out: Path) -> int:
+    """Prints where the result is, and how to use it. Returns the exit code."""
     summary = json.loads((out / "training_summary.json").read_text(encoding="utf-8"))
     if summary["status"] != "finished":
         _say(f"stopped at step {summary['iteration']} of {summary['train_iters']}; type the same command to go on")
-        return
+        return _UNFINISHED
     best = summary.get("best")
     if best is not None:
         _say(f"best model: {out / 'best_model'}, {best['metric']} {best['value']:.4f} at step {best['iteration']}")
@@ -296,3 +167,4 @@ def _tell_result(out: Path) -> None:
     if (out / "report.html").is_file():
         _say(f"curves: {out / 'report.html'}")
     _say(f"talk to it: python deepy.py chat {out}")
+    return 0

@@ -1,5 +1,6 @@
 """Recognises what the rows of a data file hold: chats, pairs of answers, judged answers or texts."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ _QUESTIONS = (
     ("instruction", "output"), ("instruction", "response"), ("question", "answer"), ("query", "response"),
     ("prompt", "completion"), ("prompt", "response"), ("input", "output"), ("question", "response"),
 )  # fmt: skip
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _TEXTS = ("text", "content")
 _DETAILS = ("input", "context")  # of an instruction: Alpaca's and Dolly's columns
 _ANSWERS = ("completion", "response", "answer")
@@ -38,6 +40,8 @@ def recognise(row: object, name: str) -> DataFormat:
 
     name: of the file, for the message.
     """
+    if isinstance(row, str):  # a text file
+        row = {"text": row}
     if not isinstance(row, Mapping):
         raise DataError(f"{name}: a row is {type(row).__name__}, not an object with columns; expected are {EXPECTED}")
     if {"chosen", "rejected"} <= row.keys():
@@ -80,18 +84,30 @@ def _text(row: Row, column: str) -> str:
 
 
 def _messages(value: object, role: str, name: str) -> list[Message]:
-    """Returns a text as one message of `role`, or messages as they are."""
-    if isinstance(value, str) and not value.lstrip().startswith("["):
-        if not value.strip():
-            raise DataError(f'"{name}" is empty')
-        return [{"role": role, "content": value}]
-    return conversation(value, name)
+    """Returns a text as one message of `role`, or messages, also as JSON, as they are."""
+    if not isinstance(value, str) or _is_json_of_messages(value):
+        return conversation(value, name)
+    if not value.strip():
+        raise DataError(f'"{name}" is empty')
+    return [{"role": role, "content": value}]
+
+
+def _is_json_of_messages(text: str) -> bool:
+    """Returns whether a text is not an answer such as "[1, 2]", but a column of messages in a CSV file."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        items = json.loads(text)
+    except ValueError:
+        return False
+    return bool(items) and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)
 
 
 def _chat(row: Row, column: str) -> dict[str, Any]:
     messages = conversation(row.get(column), column)
     if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f'"{column}" has no message of the assistant')
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise DataError(f'"{column}" has no message of the assistant (roles: {roles})')
     return {**{name: value for name, value in row.items() if name != column}, "messages": messages}
 
 
@@ -126,7 +142,7 @@ def _pair(row: Row) -> dict[str, Any]:
 
 def _answer_reader(answer: str) -> Callable[[Row], dict[str, Any]]:
     def read(row: Row) -> dict[str, Any]:
-        label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
+        label = _LABELS.get(str(row.get("label")).lower())
         if label is None:
             raise DataError(f'"label" is {row.get("label")!r}; expected is true or false')
         prompt = _messages(row.get("prompt"), "user", "prompt")

@@ -28,7 +28,10 @@ def main(argv: Sequence[str], make_process: Callable[[], Process]) -> int:
 
     make_process: returns this process as the only one.
     """
-    options = _parser().parse_intermixed_args(argv)
+    parser = _parser()
+    options = parser.parse_intermixed_args(argv)
+    if options.maximum_tokens < 1 or options.temperature < 0 or not 0 <= options.top_p <= 1:
+        parser.error("--maximum-tokens must be at least 1, --temperature at least 0, --top-p between 0 and 1")
     try:
         _chat(options, make_process())
     except UserError as problem:

@@ -197,6 +197,19 @@ def load_assignments(files: Sequence[str | Path], assignments: Sequence[tuple[st
     return _resolve(config)
 
 
+def check_assignments(assignments: Sequence[tuple[str, Any, str]]) -> None:
+    """Raises ConfigError for unknown and missing keys, and for values of a wrong type or outside the bounds.
+
+    Whether keys fit together is not checked. assignments: (dotted path, value, origin).
+    """
+    config = read_files([])
+    for path, value, origin in assignments:
+        config.assign(path, value, origin)
+    problems = ErrorCollector(config.origins)
+    check_keys(ResolvedArgs, config.values, problems)
+    problems.raise_if_any()
+
+
 def _resolve(config: RawConfig) -> NeoXArgs:
     problems = ErrorCollector(config.origins)
     problems.lines += config.problems

@@ -36,6 +36,7 @@ def chosen(model: dict[str, Any], device: Device, keys_set: dict[str, Any] | Non
     (12, 1, {"r": 16, "quantization": "nf4"}, 0),
     (80, 8, None, 1),
     (24, 8, None, 3),
+    (15.5, 8, {"r": 16}, 3),
 ])  # fmt: skip
 def test_the_best_that_fits(memory: float, ranks: int, lora: dict[str, Any] | None, stage: int) -> None:
     keys = chosen(LARGE, gpu(memory, ranks)).keys
@@ -53,7 +54,7 @@ def test_nothing_fits() -> None:
 def test_a_cpu_trains_adapters_of_what_is_not_small() -> None:
     assert chosen(SMALL, CPU).keys["lora"] is None
     medium = chosen({**SMALL, "num_layers": 24, "hidden_size": 768}, CPU).keys
-    assert medium["lora"]["r"] == 16 and medium["precision"] == "fp32" and medium["train_epochs"] == 1
+    assert medium["lora"]["r"] == 16 and medium["precision"] == "fp32" and medium["train_epochs"] == 2  # of 17 steps
     assert chosen(SMALL, gpu(24, has_bf16=False)).keys["precision"] == "fp16"
 
 
@@ -64,6 +65,12 @@ def test_what_is_given_stays() -> None:
     assert keys["optimizer"]["type"] == "AdamW" and keys["optimizer"]["params"]["lr"] == 1.0
     assert (keys["seq_length"], keys["train_batch_size"]) == (512, 16) and "gradient_accumulation_steps" not in keys
     assert chosen(SMALL, gpu(80), {"lora": None}).keys["lora"] is None
+    quantised = chosen(LARGE, gpu(12), {"lora": {"r": 4}}).keys["lora"]
+    assert (quantised["r"], quantised["quantization"]) == (4, "nf4")
+    assert chosen(LARGE, gpu(80, 8), {"lora": {"quantization": "nf4"}}).keys["zero_optimization"] == {"stage": 0}
+    batch = chosen(SMALL, gpu(80), {"train_micro_batch_size_per_gpu": 2}, train=Documents([200] * 1000)).keys
+    assert (batch["train_micro_batch_size_per_gpu"], batch["gradient_accumulation_steps"]) == (2, 16)
+    assert "save_best" not in chosen(SMALL, CPU, {"eval_iters": 0}).keys
     assert "train_epochs" not in chosen(SMALL, CPU, {"train_iters": 7}).keys
     assert with_defaults({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}, "d": 4}) == {"a": {"b": 1, "c": 3}, "d": 4}
 
@@ -72,6 +79,7 @@ def test_what_is_given_stays() -> None:
     (CHATS, [10] * 99, 256, None),
     (CHATS, [10] * 99 + [700], 768, None),
     (CHATS, [10] * 99 + [9000], 2048, None),
+    (CHATS, [10] * 999 + [9000], 256, None),
     (PAIRS, [300] * 99, 384, "dpo"),
     (JUDGED, [300] * 99, 384, "kto"),
     (TEXTS, [30_000] * 99, 2048, None),
@@ -82,6 +90,11 @@ def test_rows_hold_the_longest_document(kind: str, lengths: list[int], length: i
     assert choices.keys["seq_length"] == length and choices.keys.get("train_impl") == method
     truncated = any("truncated" in reason for reason in choices.reasons)
     assert truncated == (kind == CHATS and max(lengths) > length)
+
+
+def test_few_rows_are_read_several_times() -> None:
+    epochs = {n: chosen(SMALL, gpu(80), train=Documents([100] * n)).keys["train_epochs"] for n in (2, 10, 300, 3000)}
+    assert epochs == {2: 10, 10: 5, 300: 3, 3000: 3}
 
 
 def test_every_epoch_has_steps_and_every_rank_has_rows() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,6 +16,7 @@ import transformers
 import yaml
 
 from megatron.finetuning.command import main
+from megatron.finetuning.devices import free_memory
 from megatron.generation.from_huggingface import hf_model_keys
 from tests.finetuning.test_formats import assistant, user, write
 from tests.generation.serving.server import NAME, make_model
@@ -130,7 +132,7 @@ def test_the_configuration_is_train_pys(models: dict[str, Path], tmp_path: Path)
     assert finetune(scripts, *words)[0] == 0 and [run[0] for run in scripts.ran] == [
         "tools/datasets/preprocess_data_with_chat_template.py"] * 2  # fmt: skip
     config = out / "finetune.yml"
-    edited = config.read_text().replace("train_epochs: 1", "train_iters: 2")
+    edited = re.sub(r"train_epochs: \d+", "train_iters: 2", config.read_text())
     config.write_text(edited)
     assert finetune(scripts, *words)[0] == 0 and config.read_text() == edited and len(scripts.ran) == 2
     code, printed, _ = on_ranks(
@@ -144,6 +146,7 @@ def test_another_fine_tuning_is_refused(models: dict[str, Path], tmp_path: Path)
     data, out, scripts = write(tmp_path / "data.jsonl", list(ROWS["chats"])), tmp_path / "out", Scripts()
     words = [models["chat"], data, "--output", out, "--prepare-only"]
     assert finetune(scripts, *words)[0] == 0
+    (out / "latest").write_text("global_step1")
     config = (out / "finetune.yml").read_bytes()
     write(tmp_path / "data.jsonl", list(ROWS["chats"][:9]))
     for changed, name in ((words, "digest of data"), ([models["base"], *words[1:]], "model"),
@@ -151,6 +154,13 @@ def test_another_fine_tuning_is_refused(models: dict[str, Path], tmp_path: Path)
         code, _, err = finetune(scripts, *changed)
         assert code == 1 and f"another {name}" in err and str(out) in err
     assert (out / "finetune.yml").read_bytes() == config
+    (out / "latest").unlink()  # nothing is trained yet
+    code, printed, _ = finetune(scripts, *words, "--set", "seed=3")
+    assert code == 0 and "prepared anew" in printed and (out / "finetune.old.yml").read_bytes() == config
+    assert "seed: 3\n" in (out / "finetune.yml").read_text()
+    (out / "finetune.json").write_text("")
+    code, _, err = finetune(scripts, *words)
+    assert code == 1 and "finetune.json: is damaged" in err
     code, _, err = finetune(scripts, models["chat"], data, "--output", tmp_path)
     assert code == 1 and str(tmp_path) in err and "--output" in err
 
@@ -160,6 +170,8 @@ def test_another_fine_tuning_is_refused(models: dict[str, Path], tmp_path: Path)
     (["data.jsonl", "--set", "save=x"], "save"),
     (["data.jsonl", "--set", "train_data_paths=[x]"], "train_data_paths"),
     (["data.jsonl", "--set", "no_such_key=1"], "no_such_key"),
+    (["data.jsonl", "--set", "seq_length=banana"], "seq_length"),
+    (["data.jsonl", "--set", "eval_iters=0", "save_best=validation/lm_loss"], "save_best"),
     (["data.jsonl", "--valid", "30"], "valid 30"),
     (["data.jsonl", "--chat-template", "none.jinja"], "none.jinja"),
 ])  # fmt: skip
@@ -168,7 +180,29 @@ def test_refusals_are_one_line(models: dict[str, Path], tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "data.jsonl", list(ROWS["chats"]))
     code, _, err = finetune(Scripts(), models["chat"], *words, "--output", "out")
-    assert code == 1 and len(err.splitlines()) == 1 and message in err
+    assert code == 1 and len(err.splitlines()) == 1 and message in err and not Path("out/finetune.yml").exists()
+
+
+def test_models_and_folders_that_are_none_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", list(ROWS["chats"]))
+    (tmp_path / "run" / "best_model").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for model, out, message in ((tmp_path / "run", "a", "best_model"), (tmp_path / "none", "b", "MODEL: .*none"),
+                                (models["chat"], "file", "file")):  # fmt: skip
+        code, _, err = finetune(Scripts(), model, data, "--output", tmp_path / out)
+        assert code == 1 and re.fullmatch(f"deepy.py finetune: error: .*{message}.*\n", err)
+
+
+def test_memory_is_what_is_free(tmp_path: Path) -> None:
+    for name in ("proc", "sys/fs/cgroup"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemFree: 1000 kB\nMemAvailable: 5000 kB\n")
+    assert free_memory(tmp_path) == 5000 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text("1024\n")
+    assert free_memory(tmp_path) == 5000 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("4096\n")
+    assert free_memory(tmp_path) == 3072
 
 
 def test_the_template_of_models_without_one(models: dict[str, Path]) -> None:

@@ -44,6 +44,10 @@ FORMATS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
                {"prompt": [user("Why?")], "completion": [assistant("So.")], "label": True}),
     "judged in CSV": ({"prompt": "Why?", "response": "So.", "label": "False"}, JUDGED,
                       {"prompt": [user("Why?")], "completion": [assistant("So.")], "label": False}),
+    "texts that begin with brackets": ({"prompt": "[INST] a", "completion": "[1, 2]"}, CHATS,
+                                       {"messages": [user("[INST] a"), assistant("[1, 2]")]}),
+    "messages in CSV": ({"prompt": '[{"role": "user", "content": "Why?"}]', "completion": "So."}, CHATS,
+                        {"messages": [user("Why?"), assistant("So.")]}),
     "text": ({"text": "Once upon a time"}, TEXTS, {"text": "Once upon a time"}),
 }  # fmt: skip
 
@@ -125,8 +129,37 @@ def test_validation_may_be_another_file(tmp_path: Path) -> None:
     ([{"question": "1?", "answer": "1."}], "0.1", "--valid FILE"),
     ([{"question": "1?", "answer": "1."}] * 4, "none.jsonl", "none.jsonl"),
     ([{"question": "1?", "answer": "1."}] * 4, "4", "valid 4"),
-    ([{"question": "1?", "answer": "1."}, *[{"question": "1?"}] * 101], "1", r"a\.jsonl:2.*100"),
+    ([{"question": "1?", "answer": "1."}, *[{"question": "1?"}] * 101], "1", r"a\.jsonl:2.*101 of the first 102"),
+    ([{"text": "a"}, *[{"question": "1?", "answer": "1."}] * 9], "1", r"a\.jsonl:2.*9 of the first 10"),
+    ([{"prompt": "1?", "completion": "1.", "label": True}] * 9, "1", "label is true"),
 ])  # fmt: skip
 def test_files_are_refused(tmp_path: Path, rows: list[Any], valid: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         write_rows(write(tmp_path / "a.jsonl", rows), valid, tmp_path / "data")
+
+
+def test_a_surrogate_is_a_row_left_out(tmp_path: Path) -> None:
+    rows = [json.dumps({"question": f"{n}?", "answer": f"{n}."}) for n in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, r'{"question": "1?", "answer": "\ud83d"}']))
+    written = write_rows(str(tmp_path / "a.jsonl"), "1", tmp_path / "data")
+    assert (written.train, written.bad) == (29, 1) and "a.jsonl:31" in written.problem
+
+
+def test_the_first_rows_may_be_unusable(tmp_path: Path) -> None:
+    rows = [{"messages": None}, *[{"messages": CONVERSATION}] * 30]
+    assert write_rows(write(tmp_path / "a.jsonl", rows), "1", tmp_path / "data")[1:4] == (29, 1, 1)
+
+
+@pytest.mark.parametrize("files", [1, 30])
+def test_text_files(tmp_path: Path, files: int) -> None:
+    """Of one text the end is for validation, of several whole texts are."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(files):
+        (folder / f"{number:02}.txt").write_text("".join(f"line {n} of {number}\n" for n in range(100)))
+    written = write_rows(str(folder), "0.1", tmp_path / "data")
+    parts = [[row["text"] for row in read(tmp_path / "data" / f"{name}.jsonl")] for name in ("train", "valid")]
+    assert (written.format.kind, [len(part) for part in parts]) == (TEXTS, [1, 1] if files == 1 else [27, 3])
+    texts = sorted((folder / f"{number:02}.txt").read_text() for number in range(files))
+    assert sorted(["".join(parts[0] + parts[1])] if files == 1 else parts[0] + parts[1]) == texts
+    assert files > 1 or len(parts[1][0].splitlines()) in (10, 11)
