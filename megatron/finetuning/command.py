@@ -139,9 +139,9 @@ def _is_prepared(out: Path, inputs: Mapping[str, Any]) -> bool:
             f"{out}: was begun with another {change}; edit {config}, name another folder by --output, or remove this "
             "one"
         ])  # fmt: skip
-    kept = config.with_suffix(".old.yml")
-    config.rename(kept)
-    _say(f"prepared anew, for another {change}; {kept} is the configuration of before")
+    old_config = config.with_suffix(".old.yml")
+    config.rename(old_config)
+    _say(f"prepared anew, for another {change}; {old_config} is the configuration of before")
     return False
 
 

@@ -90,8 +90,8 @@ def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
     if not args.loss_mask_token_ids:
         return args
     names, ids = {name: i for i, name in tokenizer.special_tokens.items()}, set()
-    listed = _listed_masked_ids(args) if args.loss_mask_token_ids == "auto" else args.loss_mask_token_ids
-    for token in listed:
+    tokens = _listed_masked_ids(args) if args.loss_mask_token_ids == "auto" else args.loss_mask_token_ids
+    for token in tokens:
         if isinstance(token, str):
             token_ids = [names[token]] if token in names else list(tokenizer.tokenize_bare(token))
             if len(token_ids) != 1:
@@ -113,13 +113,13 @@ def _listed_masked_ids(args: NeoXArgs) -> list[int | str]:
     file = (vocab if vocab.is_dir() else vocab.parent) / "tokenizer_config.json"
     advice = "list the tokens in loss_mask_token_ids, or remove the key"
     try:
-        listed = json.loads(file.read_text(encoding="utf-8"))["loss_mask_token_ids"]
+        tokens = json.loads(file.read_text(encoding="utf-8"))["loss_mask_token_ids"]
     except (OSError, ValueError, TypeError, KeyError) as cause:
         reason = "has no field loss_mask_token_ids" if isinstance(cause, KeyError | TypeError) else "cannot be read"
         raise args.error("loss_mask_token_ids", f"auto: {file} {reason}; {advice}") from cause
-    if not isinstance(listed, list) or not all(type(token) in (int, str) for token in listed):
-        raise args.error("loss_mask_token_ids", f"auto: {file} has {listed!r}, which is no list of tokens; {advice}")
-    return listed
+    if not isinstance(tokens, list) or not all(type(token) in (int, str) for token in tokens):
+        raise args.error("loss_mask_token_ids", f"auto: {file} has {tokens!r}, which is no list of tokens; {advice}")
+    return tokens
 
 
 def describe(tokenizer: Tokenizer, padded: int) -> str:

@@ -152,7 +152,7 @@ def test_the_first_rows_may_be_unusable(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("files", [1, 30])
 def test_text_files(tmp_path: Path, files: int) -> None:
-    """Of one text the end is for validation, of several whole texts are."""
+    """The end of a single text is for validation, of several texts some."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(files):
