@@ -3,8 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from megatron.operations.report.events import events_of
 from megatron.operations.report.page import ReportError, embedded, require_bokeh
 from megatron.operations.report.run_data import read_run
 from megatron.operations.run_folder import RunFolder
+from megatron.pages import page_template
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.gate_verdicts import has_moved, read_verdicts
@@ -60,7 +59,7 @@ def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
         problem = str(missing)
         say(f"{PAGE} is written without plots: {missing}")
     drawing = embedded(models) if models else {"bokeh": [], "data": "null"}
-    return str(_template().render(
+    return str(page_template("megatron.pipelines").render(
         title=pipeline.title, made=time.strftime("%Y-%m-%d %H:%M:%S"), table=rows_of(pipeline, state, works=True),
         sections=sections, overrides=overrides, plots=stage_plots, plots_problem=problem,
         when=lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "",
@@ -121,9 +120,3 @@ def _plots(pipeline: Pipeline, stage: Stage) -> tuple[list[dict[str, Any]], list
     return descriptions, models
 
 
-@cache
-def _template() -> Any:
-    from jinja2 import Environment
-
-    text = files("megatron.pipelines").joinpath("page.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)

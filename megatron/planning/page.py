@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.pages import page_template
 from megatron.planning.output import Section, Table, facts, part_name, readable_count, sections
 from megatron.planning.plan import GIB, Plan
 
@@ -28,12 +28,8 @@ def write_page(plan: Plan, path: Path) -> None:
 
 
 def _render(plan: Plan) -> str:
-    from jinja2 import Environment  # installed with torch
-
-    text = files("megatron.planning").joinpath("page.html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     charts = {"Memory": _memory_chart(plan), "Seconds of a step": _time_chart(plan) if plan.time else None}
-    return str(template.render(
+    return str(page_template("megatron.planning").render(
         title=f"Plan of {readable_count(plan.size.total)} parameters on {plan.args.world_size} GPUs",
         made=time.strftime("%Y-%m-%d %H:%M:%S"), facts=list(facts(plan)), is_bad=plan.fits_memory is False,
         sections=[_section(section, charts.get(section.title)) for section in sections(plan)],

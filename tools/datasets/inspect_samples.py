@@ -114,8 +114,7 @@ def show(options: argparse.Namespace) -> None:
         publish(file, picture)
         print(f"wrote the histogram: {file}")
     if options.html is not None:
-        text = "".join(page(options.prefix, views, tokenizer, stats, picture))
-        publish(options.html, text.encode())
+        publish(options.html, page(options.prefix, views, tokenizer, stats, picture).encode())
         print(f"wrote the page: {options.html}")
     elif not options.stats:
         for view in (view for group in views for view in group):

@@ -1,12 +1,14 @@
 """Writes the HTML report of a cleaning job: dropped documents by reason, with examples of their text."""
 
 import json
+import re
 from collections.abc import Mapping
-from importlib.resources import files
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from megatron.data.cleaning.accounts import Account
+from megatron.pages import page_template
 
 _MAX_TEXT_CHARS = 1200  # characters shown of a kept document
 _INPUTS = 200
@@ -18,10 +20,7 @@ def write_page(path: Path, metadata: Mapping[str, Any], account: Account, retain
     retained_texts: {number of a document: its text}, for the documents kept instead of the duplicates shown
       as examples.
     """
-    from jinja2 import Environment  # installed with torch
-
-    text = files("megatron.data.cleaning").joinpath("page.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True).from_string(text)
+    page = page_template("megatron.data.cleaning")
     path.write_text(page.render(**_values(metadata, account, retained_texts)), encoding="utf-8")
 
 
@@ -53,9 +52,9 @@ def _values(metadata: Mapping[str, Any], account: Account, retained_texts: Mappi
     samples = [
         {
             "name": reason, "anchor": anchors[reason], "count": f"{count:,}",
+            "has_pairs": any(sample.duplicate_of is not None for sample in account.samples[reason]),
             "samples": [
-                {"text": sample.text, "kept": _excerpt(retained_texts, sample.duplicate_of)}
-                for sample in account.samples[reason]
+                _pair(sample.text, _excerpt(retained_texts, sample.duplicate_of)) for sample in account.samples[reason]
             ],
         }
         for reason, count in account.dropped.most_common()
@@ -63,7 +62,7 @@ def _values(metadata: Mapping[str, Any], account: Account, retained_texts: Mappi
     samples += [
         {
             "name": name, "anchor": name.replace(" ", "-"), "count": f"{len(group)} of them",
-            "samples": [{"text": sample.text, "kept": None} for sample in group],
+            "has_pairs": False, "samples": [_pair(sample.text, None) for sample in group],
         }
         for name, group in account.samples.items() if name not in account.dropped
     ]  # fmt: skip
@@ -73,6 +72,23 @@ def _values(metadata: Mapping[str, Any], account: Account, retained_texts: Mappi
         "options": [(name, json.dumps(value, ensure_ascii=False)) for name, value in metadata["options"].items()],
         "inputs": [{**file, "bytes": f"{file['bytes']:,}"} for file in metadata["inputs"][:_INPUTS]],
     }  # fmt: skip
+
+
+Pieces = list[tuple[str, bool]]
+"""A text in pieces, each with whether the other text of its pair lacks it."""
+
+
+def _pair(text: str, retained: str | None) -> dict[str, Pieces | None]:
+    """Returns a dropped text, and the text that was kept in its place, with the words that differ marked."""
+    if retained is None:
+        return {"text": [(text, False)], "kept": None}
+    word_lists = [re.findall(r"\s+|\S+", part) for part in (text, retained)]
+    pieces: tuple[Pieces, Pieces] = [], []
+    for kind, *ends in SequenceMatcher(None, word_lists[0], word_lists[1], autojunk=False).get_opcodes():
+        for words, result, (start, end) in zip(word_lists, pieces, (ends[:2], ends[2:]), strict=True):
+            if end > start:
+                result.append(("".join(words[start:end]), kind != "equal"))
+    return {"text": pieces[0], "kept": pieces[1]}
 
 
 def _excerpt(texts: Mapping[int, str], document: int | None) -> str | None:

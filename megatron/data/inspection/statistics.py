@@ -193,7 +193,7 @@ def histogram(lengths: Mapping[str, np.ndarray]) -> bytes:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
     cumulative = axis.twinx()
@@ -207,6 +207,9 @@ def histogram(lengths: Mapping[str, np.ndarray]) -> bytes:
         if length <= longest:
             axis.axvline(length, color="grey", linewidth=0.5, linestyle=":")
     axis.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axis.xaxis.set_minor_formatter(ticker.NullFormatter())
     cumulative.set(ylim=(0, 1.02), ylabel="share not longer")
     axis.legend(loc="upper left", fontsize="small")
     picture = io.BytesIO()

@@ -29,8 +29,10 @@ class Group:
     factors: Mapping[str, float] | None = None
 
 
+PERPLEXITY = "Perplexity"
 GROUPS = (
     Group("Loss", "loss", ("*/lm_loss",)),
+    Group(PERPLEXITY, "log scale", ("*/lm_loss_ppl", "*/lm_loss_char_lvl_ppl")),
     Group("Forget and retain", "loss", ("*/ga_actual_loss", "*/gd_*_loss", "*/ga_objective")),
     Group("Rewards", "reward", ("*/rewards/chosen", "*/rewards/rejected", "*/rewards/margins",
                                 "*/*_reward", "*/reward", "*/rewards/*/mean", "*/pos_values", "*/neg_values",

@@ -12,7 +12,7 @@ from bokeh import models
 from bokeh.models.annotations import ColorBar, Legend, LegendItem
 from bokeh.plotting import figure
 
-from megatron.operations.report.curves import Curve, Plot
+from megatron.operations.report.curves import PERPLEXITY, Curve, Plot
 from megatron.operations.report.events import Event, Kind
 from megatron.operations.report.router_loads import CODES, OCTAVES, LoadMap, code_of
 
@@ -77,15 +77,22 @@ def draw(
     event_sources, plot_models = list(_event_sources(events)), []
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]
-        has_log = plot.title.partition(":")[0] == "Loss" and all((curve.values > 0).all() for curve in plot.curves)
-        scale_models = []
-        for scale in SCALES if has_log else SCALES[:1]:
+        scales, scale_models = _scales(plot), []
+        for scale in scales:
             model = _figure(plot, sources, iteration_range, event_sources, len(events) > 1, scale)
-            model.name = f"plot-{number}" if scale == "linear" else f"plot-{number}-log"
-            model.visible = scale == "linear"
+            model.name = f"plot-{number}" if scale == scales[0] else f"plot-{number}-log"
+            model.visible = scale == scales[0]
             scale_models.append(model)
         plot_models.append(PlotModels(plot, tuple(scale_models)))
     return plot_models
+
+
+def _scales(plot: Plot) -> tuple[Scale, ...]:
+    """Returns the scales of a plot: a perplexity is the exponential of a loss, which may be drawn on both."""
+    group, is_positive = plot.title.partition(":")[0], all((curve.values > 0).all() for curve in plot.curves)
+    if group == PERPLEXITY and is_positive:
+        return ("log",)
+    return SCALES if group == "Loss" and is_positive else ("linear",)
 
 
 def _source(curve: Curve) -> models.ColumnDataSource:

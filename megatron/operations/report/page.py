@@ -5,8 +5,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from megatron.operations.report.facts import config_rows, data_facts, model_fact
 from megatron.operations.report.router_loads import LoadMap, maps_of
 from megatron.operations.report.run_data import Run, names_of, read_run, read_runs
 from megatron.operations.run_folder import RunFolder
+from megatron.pages import page_template
 
 PAGE = "report.html"
 MAX_EVENTS = 300  # most events in a run's table
@@ -73,7 +72,7 @@ def render(runs: Sequence[Run]) -> str:
         {"title": item.plot.title, "note": _note(item.plot), "places": [model.name for model in item.models]}
         for item in plot_models
     ]
-    return _template().render(
+    return page_template("megatron.operations.report").render(
         title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         made=time.strftime("%Y-%m-%d %H:%M:%S"), sections=[_section(*pair) for pair in zip(runs, events, strict=True)],
         colors=figures.COLORS, kinds=figures.EVENTS, plots=entries,
@@ -198,11 +197,3 @@ def _scores(runs: Sequence[Run]) -> dict[str, list[str]]:
     scores_by_run = [scores_of(run) for run in runs]
     names = dict.fromkeys(name for scores in scores_by_run for name in scores)
     return {name: [f"{scores[name]:.4f}" if name in scores else "" for scores in scores_by_run] for name in names}
-
-
-@cache
-def _template() -> Any:
-    from jinja2 import Environment
-
-    text = files("megatron.operations.report").joinpath("page.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)

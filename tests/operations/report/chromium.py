@@ -36,8 +36,44 @@ async function painted() {
   const glyphs = plot => plot.renderers.filter(part => part.visible).map(part => glyph(plot, part));
   while (!plots().flatMap(glyphs).every(found => found?.sx)) await wait(50);
 }
+const rgb = text => text.match(/[\\d.]+/g).map(Number);
+const luminance = color => color.slice(0, 3).map(c => c / 255)
+  .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+function background(node) {  // the nearest that is not transparent
+  for (; node instanceof Element; node = node.parentNode) {
+    const color = rgb(getComputedStyle(node).backgroundColor);
+    if (color.length < 4 || color[3] > 0) return color;
+  }
+  return [255, 255, 255];
+}
+function contrast(node) {
+  const [low, high] = [rgb(getComputedStyle(node).color), background(node)].map(luminance).sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+function texts() {  // all elements with text of their own
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), nodes = [];
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (walker.currentNode.data.trim() && !["SCRIPT", "STYLE"].includes(node.tagName)) nodes.push(node);
+  }
+  return nodes.filter(node => node.getClientRects().length);
+}
+const scrolls = node => node instanceof Element
+  && (["auto", "scroll"].includes(getComputedStyle(node).overflowX) || scrolls(node.parentNode));
+const place = node => node.tagName + "." + node.className + ": " + node.textContent.trim().slice(0, 60);
+function clipped() {  // what reaches over the window, or is hidden by its box
+  return [...document.body.querySelectorAll("*")].filter(node => {
+    const box = node.getBoundingClientRect(), style = getComputedStyle(node);
+    return box.width && (box.right > innerWidth + 1 && !scrolls(node)
+      || style.overflowX === "hidden" && node.scrollWidth > node.clientWidth + 1);
+  }).map(place);
+}
 async function ask() {
   const found = {title: document.title, width: document.documentElement.scrollWidth};
+  found.window = innerWidth;
+  found.clipped = clipped();
+  found.pale = texts().filter(node => contrast(node) < 4.5).map(node => contrast(node).toFixed(2) + " " + place(node));
   found.text = document.body.innerText;
   const drawn = typeof Bokeh !== "undefined";
   while (drawn && !Bokeh.documents.length) await wait(50);  // embedding goes on beside
@@ -63,9 +99,32 @@ async function ask() {
   node.id = "found";
   node.textContent = JSON.stringify(found);
   document.body.append(node);
+  if (parent !== window) parent.postMessage(node.textContent, "*");
 }
 ask().catch(problem => { document.title = "FAILED " + problem.stack; });
 </script></body>"""
+
+
+_MIN_WIDTH = 500  # width of a window of Chromium
+_FRAME = """<!DOCTYPE html><html><head><title>frame</title></head><body>
+<iframe src="{page}" style="width: {width}px; height: 2000px; border: 0"></iframe>
+<script>
+addEventListener("message", event => {{
+  const node = document.createElement("pre");
+  node.id = "found";
+  node.textContent = event.data;
+  document.body.append(node);
+}});
+</script></body></html>"""
+
+
+def open_sound_page(page: Path, width: int = 1200) -> dict[str, Any]:
+    """`open_page`, of a page that complains of nothing, fetches nothing, fits the window and can be read."""
+    answers = open_page(page, width)
+    for name in ("problems", "console", "loaded", "clipped", "pale"):
+        assert answers[name] == [], (name, answers[name])
+    assert answers["width"] <= answers["window"] == width, "nothing reaches over the edge"
+    return answers
 
 
 def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
@@ -74,7 +133,8 @@ def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
     `plots`, each with its curves as (points inside the frame, points); `names`: of all that is drawn;
     `clicked`: the same after a click on every box and with the last of every choice; `zoomed`: where the
     ranges end after half of one was chosen; `text`: what stands there; `problems` of the console; `loaded`:
-    what was fetched beside the page.
+    what was fetched beside the page. `clipped`: elements that reach over the window or out of their box;
+    `pale`: those whose text has a contrast below 4.5 (WCAG 2).
     """
     chromium = shutil.which("chromium")
     assert chromium is not None, "make test-browser installs it"
@@ -82,6 +142,10 @@ def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
     text = page.read_text(encoding="utf-8")
     assert text.count("<head>") == 1 and text.count("</body>") == 1
     copy.write_text(text.replace("<head>", _LISTEN).replace("</body>", _ASK), encoding="utf-8")
+    if width < _MIN_WIDTH:  # Chromium's windows are not as narrow, but frames are
+        frame = page.with_name(f"{page.stem}.frame.html")
+        frame.write_text(_FRAME.format(width=width, page=copy.name), encoding="utf-8")
+        copy = frame
     done = subprocess.run(
         [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=30000",
          "--enable-logging=stderr", "--v=0", f"--window-size={width},2000", "--dump-dom", copy.as_uri()],

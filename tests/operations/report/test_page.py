@@ -142,6 +142,17 @@ def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
     assert labels[:3] == ["rewards chosen", "rewards rejected", "rewards margins"]
 
 
+def test_perplexities_share_a_plot_with_a_log_scale(tmp_path: Path) -> None:
+    names = ("validation/lm_loss_ppl", "test/lm_loss_ppl", "validation/lm_loss_char_lvl_ppl")
+    run = write_run(tmp_path / "run", rows_of(10, lambda step: dict.fromkeys(names, 1000.0 / step)))
+    page = write_report([run])
+    assert titles(page).count("Perplexity") == 1 and not any("ppl" in title for title in titles(page))
+    (figure,) = [figure for figure in figures(page) if figure.name == f"plot-{titles(page).index('Perplexity')}"]
+    assert type(figure.y_scale).__name__ == "LogScale" and figure.visible
+    curves = [source for source in figure.select({"name": "curve"}) if hasattr(source, "data")]
+    assert len(curves) == 3
+
+
 def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
     def extra_metrics(step: int) -> Row:
         return {"runtime/start_time": 1.7e9 + 100 * (step > 40) + 100 * (step > 60), "runtime/restarts": int(step > 60),
