@@ -57,7 +57,8 @@ def upstream_line(
 def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[str, Any]]:
     """The lines of a log of steps with these results, and the last row."""
     lines: list[str] = []
-    training: Any = SimpleNamespace(args=args, groups=ParallelGroups.single(), schedule=lambda step: 1e-4 * step,
+    training: Any = SimpleNamespace(args=args, groups=ParallelGroups.single(), iteration=0,
+                                    schedule=lambda step: 1e-4 * step,
                                     logger=SimpleNamespace(info=lines.append), method=find_method(args),
                                     watchdog=SimpleNamespace(restarts=0))  # fmt: skip
     clock = Mock(Stopwatch, lap=lambda: 2.0)  # seconds of an interval
