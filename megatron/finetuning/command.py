@@ -73,7 +73,7 @@ def _parser() -> CommandParser:
     )
     add("--chat-template", metavar="FILE", help="Jinja chat template instead of the model's")
     add("--num_gpus", "--num-gpus", type=int, metavar="N", help="GPUs to use, or processes without GPUs")
-    add("--prepare-only", action="store_true", help="stop recorded training, with OUTPUT/finetune.yml written")
+    add("--prepare-only", action="store_true", help="stop before training, with OUTPUT/finetune.yml written")
     return parser
 
 
