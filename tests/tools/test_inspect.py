@@ -79,7 +79,7 @@ def test_page_in_a_browser(tmp_path: Path):
         styles["trained"] |= {(span["background"], span["colour"]) for span in green}
         styles["masked"] |= {(span["background"], span["colour"]) for span in uncoloured}
     assert styles == {
-        "trained": {("rgb(211, 242, 220)", "rgb(11, 74, 36)")}, "masked": {("rgba(0, 0, 0, 0)", "rgb(107, 118, 134)")},
+        "trained": {("rgb(211, 242, 220)", "rgb(11, 74, 36)")}, "masked": {("rgba(0, 0, 0, 0)", "rgb(95, 99, 104)")},
     }  # fmt: skip
     assert np.concatenate([labels[i] >= 0 for i in range(24)]).mean() > 0.5
 
@@ -98,7 +98,8 @@ def test_stats_and_pairs(tmp_path: Path):
     output = inspect(DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, *words)
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "p.html").read_text()
-    assert page.count('<div class="group">') == 3 and page.count("<article>") == 2 + 2 * 3
+    assert page.count('<div class="group">') == 3 and page.count("<article>") == 2 * 3
+    assert page.count('<dl class="facts">') == 2
     assert "document 2 · rejected · " in page and 'src="data:image/png;base64,' in page
     for name in ("chosen", "rejected"):
         assert f"{DATASET}/pairs_{name}_document: 24 documents" in output
