@@ -26,8 +26,11 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
     if dataset is None or training.args.eval_iters == 0:
         return
     name = "validation" if set_name == "valid" else "test"
+    bar = training.loop.bar
+    status = getattr(bar, "desc", "")  # a bar that is not shown has none
     with training.watchdog.phase(f"computing the {name} loss"):
         results = _results(training, dataset, name)
+    bar.set_description_str(status, refresh=False)
     row.update({f"{name}/{metric}": value for metric, value in results.items()})
     entropy = results.pop("unigram_entropy", None)
     values = "".join(f" {metric} value: {value:.6E} |" for metric, value in results.items())
