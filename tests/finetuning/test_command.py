@@ -16,7 +16,6 @@ import transformers
 import yaml
 
 from megatron.finetuning.command import main
-from megatron.finetuning.devices import free_memory
 from megatron.generation.from_huggingface import hf_model_keys
 from tests.finetuning.test_formats import assistant, user, write
 from tests.generation.serving.server import NAME, make_model
@@ -191,18 +190,6 @@ def test_models_and_folders_that_are_none_are_refused(models: dict[str, Path], t
                                 (models["chat"], "file", "file")):  # fmt: skip
         code, _, err = finetune(Scripts(), model, data, "--output", tmp_path / out)
         assert code == 1 and re.fullmatch(f"deepy.py finetune: error: .*{message}.*\n", err)
-
-
-def test_memory_is_what_is_free(tmp_path: Path) -> None:
-    for name in ("proc", "sys/fs/cgroup"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemFree: 1000 kB\nMemAvailable: 5000 kB\n")
-    assert free_memory(tmp_path) == 5000 * 1024
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
-    (tmp_path / "sys/fs/cgroup/memory.current").write_text("1024\n")
-    assert free_memory(tmp_path) == 5000 * 1024
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("4096\n")
-    assert free_memory(tmp_path) == 3072
 
 
 def test_the_template_of_models_without_one(models: dict[str, Path]) -> None:

@@ -22,6 +22,7 @@ from megatron.data.inspection.render import page, terminal
 from megatron.data.inspection.samples import DisplayedSample, PackedRows, StoredDocuments, group_pairs
 from megatron.data.inspection.statistics import dataset_stats, histogram, table
 from megatron.process.command_parser import CommandParser
+from megatron.process.terminal import has_colours
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 
@@ -103,7 +104,7 @@ def show(options: argparse.Namespace) -> None:
     views = [chosen_view for group in group_pairs(columns) for chosen_view in chosen(group, options)]
     stats, picture = [], None
     colour = options.color == "always" or (
-        options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        options.color == "auto" and sys.stdout.isatty() and has_colours()
     )
     if options.stats:
         stats = [dataset_stats(column, tokenizer.special_tokens) for column in columns]

@@ -79,10 +79,11 @@ def export_peft(
         family in TEXT_TOWERS or family is None and is_multimodal(config_below(base_model) or config_below(base_path))
     )
     family = family_below(base_path) if family is None or family in TEXT_TOWERS else family
-    kinds = {value.dtype for layer in layers for value in source.read(layer).values()}
+    sizes = [(value.dtype, value.numel()) for layer in layers for value in source.read(layer).values()]
+    widest = max((kind for kind, _ in sizes), key=lambda kind: kind.itemsize)
     files, vocab = _companions(source)
     if source.manifest is not None:
-        trained = sum(value.numel() for layer in layers for value in source.read(layer).values())
+        trained = sum(number for _, number in sizes)
         files[CARD] = adapter_card(source.path, run_args or source.args, base_model, trained)
     size = sum(file.stat().st_size for file in source.path.iterdir() if file.is_file())
     with new_folder(output, size) as temporary:
@@ -92,7 +93,7 @@ def export_peft(
                 yield layer, source.read(layer)
 
         write_peft(
-            temporary, source.args, read, dtype or max(kinds, key=lambda kind: kind.itemsize), family=family,
+            temporary, source.args, read, dtype or widest, family=family,
             base=base_model, vocab_size=vocab, in_wrapper=in_wrapper,
         )  # fmt: skip
         write_companion_files({**files, **(notes or {})}, temporary)

@@ -17,6 +17,7 @@ from megatron.launch.site import site_variables
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process.command_parser import CommandParser
+from megatron.process.terminal import has_colours
 
 _EXAMPLES = """\
 examples:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str], build_tokenizer: Callable[[NeoXArgs], object]) -> 
     """
     options = _parser().parse_intermixed_args(argv)
     checks = examine(options, build_tokenizer)
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colours = sys.stdout.isatty() and has_colours()
     sys.stdout.write((as_json(checks) if options.json else table(checks, colours)) + "\n")
     return 1 if verdict(checks) == "failed" else 0
 

@@ -62,7 +62,7 @@ function texts() {  // all elements with text of their own
 const scrolls = node => node instanceof Element
   && (["auto", "scroll"].includes(getComputedStyle(node).overflowX) || scrolls(node.parentNode));
 const place = node => node.tagName + "." + node.className + ": " + node.textContent.trim().slice(0, 60);
-function clipped() {  // what reaches over the window, or is hidden by its box
+function overflowing() {  // what reaches over the window, or is hidden by its box
   return [...document.body.querySelectorAll("*")].filter(node => {
     const box = node.getBoundingClientRect(), style = getComputedStyle(node);
     return box.width && (box.right > innerWidth + 1 && !scrolls(node)
@@ -71,9 +71,10 @@ function clipped() {  // what reaches over the window, or is hidden by its box
 }
 async function ask() {
   const found = {title: document.title, width: document.documentElement.scrollWidth};
-  found.window = innerWidth;
-  found.clipped = clipped();
-  found.pale = texts().filter(node => contrast(node) < 4.5).map(node => contrast(node).toFixed(2) + " " + place(node));
+  found.window_width = innerWidth;
+  found.overflowing = overflowing();
+  found.low_contrast = texts().filter(node => contrast(node) < 4.5)
+    .map(node => contrast(node).toFixed(2) + " " + place(node));
   found.text = document.body.innerText;
   const drawn = typeof Bokeh !== "undefined";
   while (drawn && !Bokeh.documents.length) await wait(50);  // embedding goes on beside
@@ -121,9 +122,9 @@ addEventListener("message", event => {{
 def open_sound_page(page: Path, width: int = 1200) -> dict[str, Any]:
     """`open_page`, of a page that complains of nothing, fetches nothing, fits the window and can be read."""
     answers = open_page(page, width)
-    for name in ("problems", "console", "loaded", "clipped", "pale"):
+    for name in ("problems", "console", "loaded", "overflowing", "low_contrast"):
         assert answers[name] == [], (name, answers[name])
-    assert answers["width"] <= answers["window"] == width, "nothing reaches over the edge"
+    assert answers["width"] <= answers["window_width"] == width, "nothing reaches over the edge"
     return answers
 
 
@@ -133,8 +134,8 @@ def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
     `plots`, each with its curves as (points inside the frame, points); `names`: of all that is drawn;
     `clicked`: the same after a click on every box and with the last of every choice; `zoomed`: where the
     ranges end after half of one was chosen; `text`: what stands there; `problems` of the console; `loaded`:
-    what was fetched beside the page. `clipped`: elements that reach over the window or out of their box;
-    `pale`: those whose text has a contrast below 4.5 (WCAG 2).
+    what was fetched beside the page. `overflowing`: elements that reach over the window or out of their box;
+    `low_contrast`: those whose text has a contrast below 4.5 (WCAG 2).
     """
     chromium = shutil.which("chromium")
     assert chromium is not None, "make test-browser installs it"
