@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.budget import BudgetPlugin
+from tests.forked import ForkedPlugin
 from tests.last_run import read_record
 from tests.pool.client import start_server, stop_server
 from tests.pool.protocol import ADDRESS_VARIABLE
@@ -21,6 +22,7 @@ SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suite")
     group.addoption("--changed", action="store_true", help="leave out what no change since the last full run touches")
+    group.addoption("--forked", action="store_true", help="run each test in a process of its own")
     group.addoption("--record", action="store_true", help="write tests/last_full_run.json")
 
 
@@ -35,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.fsync = lambda fd: None  # each waits for the disk, thousands of times; no test takes the power away
     config.pluginmanager.register(BudgetPlugin(), "budget")
     config.pluginmanager.register(RetryPlugin(), "retry")
+    if config.getoption("forked"):
+        config.pluginmanager.register(ForkedPlugin(), "forked")
     if config.getoption("changed"):
         config.pluginmanager.register(SelectionPlugin(read_record()), "selection")
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none. Tests on

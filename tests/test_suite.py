@@ -253,6 +253,38 @@ def test_has_no_second_run(): assert 5 == 6
 """
 
 
+FORKED = """
+import os, signal, time, pytest
+seen = []
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory): return tmp_path_factory.mktemp("place")
+def test_one(): seen.append(os.getpid()); print(os.getpid(), os.getppid())
+def test_two(place): assert not seen and place.is_dir()
+def test_fails(): assert 3 == 4
+def test_skips(): pytest.skip("for a reason")
+def test_killed():
+    print("last words", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+def test_leaves(): os._exit(0)
+@pytest.mark.timeout(1)
+def test_hangs(): time.sleep(200)
+def test_afterwards(): pass
+"""
+
+
+def test_each_test_in_a_process_of_its_own(pytester: pytest.Pytester) -> None:
+    """Module state is not shared, and a test that ends its process fails alone."""
+    pytester.makepyfile(test_forked=FORKED)
+    plugin = "import pytest; from tests.forked import ForkedPlugin"
+    register = "def pytest_configure(config): config.pluginmanager.register(ForkedPlugin())"
+    pytester.makeconftest(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{plugin}\n{register}")
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    done.assert_outcomes(passed=3, failed=4, skipped=1)
+    done.stdout.fnmatch_lines([
+        "*assert 3 == 4*", "*ended by SIGKILL*", "last words", "*ended by exit status 0*", "*Timeout*1*",
+    ])  # fmt: skip
+
+
 @pytest.mark.parametrize("words", [(), ("-n", "1")], ids=["one process", "workers"])
 def test_second_runs_are_counted(
     suite: Path, pytester: pytest.Pytester, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

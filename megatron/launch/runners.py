@@ -10,13 +10,14 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.hosts import Node
 from megatron.launch.run import Run, write_text
+from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.validation.deepspeed_versions import MISSING
 
 _INSTALL = {
     "pdsh": ("pdsh", "apt install pdsh"),
@@ -136,13 +137,17 @@ def _hostfile_path(run: Run) -> str:
 
 
 def _deepspeed(name: str) -> Any:
-    """Returns a class of DeepSpeed's launcher/multinode_runner.py by its name."""
+    """Returns a class of DeepSpeed's launcher/multinode_runner.py by its name.
+
+    Raises LaunchError if DeepSpeed is not installed.
+    """
     was_set = "DS_ACCELERATOR" in os.environ
     # With this variable DeepSpeed neither searches for accelerators nor warns that it found none. Ranks
     # detect their own accelerator.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        return getattr(import_module("deepspeed.launcher.multinode_runner"), name)
+        missing = LaunchError(f"the launchers pdsh, openmpi and mvapich need {MISSING}")
+        return getattr(import_optional("deepspeed.launcher.multinode_runner", missing), name)
     finally:
         if not was_set:
             del os.environ["DS_ACCELERATOR"]

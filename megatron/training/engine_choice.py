@@ -2,8 +2,10 @@
 it."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.validation.deepspeed_versions import MISSING
 from megatron.training.engine import Engine
 from megatron.training.native.limits import limits, native_only_feature
 
@@ -18,13 +20,16 @@ class EngineChoice:
     def load(self) -> type[Engine]:
         """Returns the engine's class. It imports DeepSpeed, which takes seconds, only for that engine.
 
-        Raises ConfigError if the name, which may come from a checkpoint, is unknown.
+        Raises ConfigError if the name, which may come from a checkpoint, is unknown, or if DeepSpeed is needed
+        and not installed.
         """
         if self.name == "native":
             from megatron.training.native.engine import NativeEngine
 
             return NativeEngine
         if self.name == "deepspeed":
+            if find_spec("deepspeed") is None:
+                raise ConfigError([f"engine deepspeed ({self.reason}) needs {MISSING}"])
             from megatron.training.deepspeed.engine import DeepSpeedEngine
 
             return DeepSpeedEngine

@@ -10,6 +10,7 @@ _WRONG = (
 )
 TESTED = "0.19.8"
 FIX = f"pip install deepspeed=={TESTED}"
+MISSING = "DeepSpeed, which is not installed: pip install 'neox[deepspeed]'"  # the end of a sentence "... needs"
 
 
 def wrong_deepspeed(installed: str) -> str | None:
