@@ -1,20 +1,18 @@
 """Fetches the sources of a data stage (files and datasets) into data/raw, unless the same content is
 there."""
 
-import http.client
 import json
 import os
 import shutil
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from megatron.data.files import sha256, sync, temporary, write_json
+from megatron.data.downloads import DownloadError, download
+from megatron.data.files import temporary, write_json
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.pipelines.definition import Source
@@ -22,10 +20,6 @@ from megatron.pipelines.digests import digest, file_digests, files_of, numbered
 from megatron.pipelines.errors import PipelineError, cannot_write
 
 RAW, NOTES = Path("data/raw"), Path("data/raw/sources.json")
-_TIMEOUT_S = 30.0  # without data from the server
-_TRIES = 4
-_PIECE = 1 << 20
-_SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,15 @@ def _fetch(folder: Path, source: Source, say: Callable[[str], None]) -> Fetched:
         raise cannot_write(target.parent, problem) from None
     revision, identity = None, _identity(folder, source)
     if source.url is not None:
-        download(source.url, target, source.sha256 or "", say)
+        try:
+            download(source.url, target, say, source.sha256)
+        except DownloadError as problem:
+            advice = (
+                "correct `url` or `sha256` in pipeline.yml"
+                if problem.refused
+                else f"run again to continue the download, or put the file at {target} by other means"
+            )
+            raise PipelineError(f"{problem}; {advice}") from None
     elif source.hub is not None:
         revision = _fetch_hub(source, target, say)
     else:
@@ -200,90 +202,6 @@ def _link(place: Path, target: Path) -> None:
         raise PipelineError(f"{target}: cannot be written ({problem.strerror or problem})") from None
     finally:
         link.unlink(missing_ok=True)
-
-
-def download(url: str, target: Path, expected: str, say: Callable[[str], None], pause_s: float = 2.0) -> None:
-    """Downloads one file. `target` appears only when the file is complete and has the SHA-256 `expected`.
-
-    The partial file `.NAME.part` of an interrupted download is continued if the server supports that.
-    Messages show the URL without its signature.
-
-    It tries four times. pause_s: seconds before the second try; later pauses are two and three times as long.
-    Raises PipelineError if all tries fail, or the SHA-256 is another.
-    """
-    public_url = without_secrets(url)
-    part = target.with_name(f".{target.name}.part")
-    for attempt in range(1, _TRIES + 1):
-        try:
-            _receive(url, part, say)
-            break
-        except urllib.error.HTTPError as problem:
-            if problem.code < 500 and problem.code != 429:
-                raise PipelineError(
-                    f"{public_url}: the server answered {problem.code} {problem.reason}; correct `url` in pipeline.yml"
-                ) from None
-            reason: object = problem
-        except (OSError, http.client.HTTPException, ValueError) as problem:
-            reason = getattr(problem, "reason", None) or problem
-        if attempt == _TRIES:
-            raise PipelineError(
-                f"{public_url}: cannot be downloaded ({reason}); run again to continue the download, or put the file "
-                f"at {target} by other means"
-            )
-        say(f"{public_url}: {reason}; trying again in {pause_s * attempt:.0f} s")
-        time.sleep(pause_s * attempt)
-    actual = sha256(part)
-    if actual != expected:
-        part.unlink()
-        raise PipelineError(
-            f"{public_url}: has SHA-256 {actual}, but pipeline.yml says {expected}; the download was deleted; "
-            "check `url` and `sha256`, then run again"
-        )
-    try:
-        sync(part)
-        os.replace(part, target)
-    except OSError as problem:
-        raise cannot_write(target, problem) from None
-
-
-def _receive(url: str, part: Path, say: Callable[[str], None]) -> None:
-    num_received, public_url = part.stat().st_size if part.is_file() else 0, without_secrets(url)
-    request = urllib.request.Request(url, headers={"Range": f"bytes={num_received}-"} if num_received else {})
-    try:
-        answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-    except urllib.error.HTTPError as problem:
-        if problem.code == 416 and num_received:  # the partial file is already as long as the file, or longer
-            length = str(problem.headers.get("Content-Range", "")).rpartition("/")[2]
-            if length == str(num_received):
-                return
-            part.unlink()
-            raise OSError("the partial download is longer than the file, so it was deleted") from None
-        raise
-    with answer:
-        goes_on = num_received and getattr(answer, "status", None) == 206
-        size = int(answer.headers.get("Content-Length") or -1)
-        total = size + num_received if goes_on and size >= 0 else size
-        present = f", of which {num_received / 1e6:,.1f} MB are here already" if goes_on else ""
-        say(f"{public_url}: {total / 1e6:,.1f} MB{present}")
-        last_report = time.monotonic()
-        with part.open("ab" if goes_on else "wb", buffering=0) as file:
-            while piece := answer.read(_PIECE):
-                _write(file, piece, part)
-                if time.monotonic() - last_report > _SAY_EVERY_S:
-                    say(f"{public_url}: {file.tell() / 1e6:,.1f} MB of {total / 1e6:,.1f} MB")
-                    last_report = time.monotonic()
-            if total >= 0 and file.tell() != total:
-                raise OSError(f"truncated after {file.tell()} of {total} bytes")
-
-
-def _write(file: BinaryIO, piece: bytes, part: Path) -> None:
-    """Appends `piece` to the partial file of a download. Raises PipelineError if it cannot be written."""
-    remaining = memoryview(piece)
-    try:
-        while remaining:
-            remaining = remaining[file.write(remaining) :]
-    except OSError as problem:
-        raise cannot_write(part, problem) from None
 
 
 def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:

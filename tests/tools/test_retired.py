@@ -74,4 +74,4 @@ def test_requirements_have_gpt_neoxs_names() -> None:
     names = "apex-pip comet dev flashattention mamba onebitadam s3 sparseattention tensorboard transformerengine wandb"
     for name in ["requirements.txt", *(f"requirements-{name}.txt" for name in names.split())]:
         lines = (ROOT / "requirements" / name).read_text().splitlines()
-        assert re.fullmatch(r"-e \.(\[(wandb|comet|remote|dev)\])?", lines[-1]), name
+        assert re.fullmatch(r"-e \.(\[(deepspeed|wandb|comet|remote|dev)\])?", lines[-1]), name

@@ -4,18 +4,12 @@ Many of these URLs are dead or contested by now. A file that you put into `<data
 used instead of a download.
 """
 
-import http.client
-import os
 import re
-import shutil
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron.data import DataError
-from megatron.data.files import sync, temporary
-
-TIMEOUT = 30  # seconds without data from the server
+from megatron.data.downloads import DownloadError, download
 
 GPT2_VOCAB = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json"
 GPT2_MERGES = "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-merges.txt"
@@ -75,25 +69,14 @@ def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str]
     """Downloads the file at the URL `address` to `target`, which appears only when it is complete.
 
     mirror: URL of a folder that has the file under the same name, used instead. report: called with a line of
-    text when the download starts. Raises DataError if it fails."""
+    text when the download starts, and as it goes on. Raises DataError if it fails."""
     if mirror:
         address = f"{mirror.rstrip('/')}/{address.rsplit('/', 1)[1]}"
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = temporary(target)
+    report(f"{address} -> {target}")
     try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT) as source, open(unfinished, "wb") as file:
-            size = int(source.headers.get("Content-Length") or -1)
-            report(f"{address} -> {target}" + (f" ({size / 1e6:.1f} MB)" if size >= 0 else ""))
-            shutil.copyfileobj(source, file, 1 << 20)
-            if size not in (-1, file.tell()):
-                raise OSError(f"truncated after {file.tell()} of {size} bytes")
-        sync(unfinished)
-        os.replace(unfinished, target)
-    except (OSError, http.client.HTTPException, ValueError) as problem:
-        reason = getattr(problem, "reason", None) or problem
+        download(address, target, report)
+    except DownloadError as problem:
         raise DataError(
-            f"{address}: cannot be downloaded ({reason}); put the file at {target} by other means, or name another "
-            "folder that holds it with --mirror URL"
+            f"{problem}; put the file at {target} by other means, or name another folder that holds it with --mirror URL"
         ) from None
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -14,7 +14,9 @@ from megatron.launch.environment import install_root
 from megatron.neox_arguments.validation.deepspeed_versions import FIX, TESTED, wrong_deepspeed
 
 PYTHON, TORCH = (3, 11), (2, 11)
-REQUIRED = ("argcomplete", "jinja2", "matplotlib", "numpy", "PyYAML", "rich", "tensorboard", "tokenizers", "tqdm")
+REQUIRED = (
+    "argcomplete", "jinja2", "matplotlib", "numpy", "PyYAML", "rich", "tenacity", "tensorboard", "tokenizers", "tqdm",
+)  # fmt: skip
 OPTIONAL = {  # what each is for
     "transformers": "checks of converted models, chat templates",
     "huggingface_hub": "hf://",

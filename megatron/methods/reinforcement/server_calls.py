@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.neox_arguments.errors import UserError
-from megatron.neox_arguments.optional_packages import import_optional
 
 _TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)  # a retry may succeed
 _SHOWN_CHARACTERS = 300  # characters of an answer, in errors
@@ -38,14 +37,11 @@ class Connection:
 
         token: bearer token; None: none is sent. timeout_s: limit for one answer, and for all retries of a
             call together.
-        say: logs why a call is retried. Raises ServerError if the package tenacity is missing.
+        say: logs why a call is retried.
         """
         self.address, self.token, self.timeout_s, self.say = address, token, timeout_s, say
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
-        self.tenacity = import_optional(
-            "tenacity", ServerError("rollout.servers: tenacity is not installed: pip install 'neox[hf]'")
-        )
 
     def error(self, text: str) -> ServerError:
         """Returns an error that names this server. The caller raises it."""
@@ -58,7 +54,9 @@ class Connection:
         Returns None for an empty reply. hint_500: likely cause of status 500, for the error; with a hint that
         status is not retried. Raises ServerError if the call fails in the end.
         """
-        method_and_path, tenacity = f"{'GET' if body is None else 'POST'} {path}", self.tenacity
+        import tenacity
+
+        method_and_path = f"{'GET' if body is None else 'POST'} {path}"
 
         def tell(state: Any) -> None:
             if state.attempt_number == 1:

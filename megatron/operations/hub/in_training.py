@@ -37,7 +37,7 @@ def hub_repository(args: NeoXArgs) -> str:
 
     Raises ConfigError if packages, the token, HF_HUB_OFFLINE or the name rule out every upload.
     """
-    missing = [name for name in ("huggingface_hub", "tenacity", "transformers") if find_spec(name) is None]
+    missing = [name for name in ("huggingface_hub", "transformers") if find_spec(name) is None]
     if missing:
         raise args.error("push_to_hub", f"needs {' and '.join(missing)}; install: pip install 'neox[hf]'")
     from huggingface_hub import constants

@@ -13,7 +13,6 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.neox_arguments.addresses import without_secrets
-from megatron.neox_arguments.optional_packages import import_optional
 from megatron.operations.hub.errors import HubError
 
 if TYPE_CHECKING:
@@ -106,7 +105,8 @@ def call(patience: Patience, action: str, function: Callable[[], Result], say: S
 
     Raises HubError for permanent failures, and if all retries failed.
     """
-    tenacity = import_optional("tenacity", HubError("tenacity is not installed: pip install 'neox[hf]'"))
+    import tenacity
+
     longest = patience.max_wait_s
     exponential_wait = tenacity.wait_exponential(multiplier=patience.min_wait_s, max=patience.max_wait_s)
 

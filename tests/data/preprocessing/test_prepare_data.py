@@ -57,6 +57,11 @@ def test_a_damaged_file_is_made_again_and_comes_out_the_same(tmp_path: Path, mon
     assert pair(tmp_path / "text_document") == original
 
 
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+
+
 def refusal(*words: str) -> str:
     with pytest.raises(SystemExit) as stopped:
         prepare_data.main(words)

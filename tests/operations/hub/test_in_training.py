@@ -196,5 +196,5 @@ def test_what_this_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="set HF_TOKEN"):
         hub_repository(args(tmp_path))
     monkeypatch.setattr("megatron.operations.hub.in_training.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="push_to_hub: .*huggingface_hub.*tenacity.*transformers.*pip install"):
+    with pytest.raises(ConfigError, match="push_to_hub: .*huggingface_hub.*transformers.*pip install"):
         hub_repository(args(tmp_path))
