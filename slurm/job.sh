@@ -96,8 +96,12 @@ supervise() {
     exit "$code"
 }
 
-# run COMMAND...: in the place of the batch file; `python` is the environment's.
+# run COMMAND...: in the place of the batch file; `python` is the environment's, or the container's.
 run() {
+    if [ -n "${NEOX_CONTAINER:-}" ]; then
+        [ "$1" != "$PYTHON" ] || set -- "${NEOX_CONTAINER_PYTHON:-python3}" "${@:2}"
+        exec "$PYTHON" -m megatron.launch.container "$@"
+    fi
     PATH=$(dirname "$PYTHON"):$PATH
     exec "$@"
 }

@@ -5,6 +5,7 @@ Ranks that srun starts directly (`srun --ntasks-per-node=4 python train.py ...`)
 find their rank with `process_info`.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.launch.container import read_container
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root, port_of
 from megatron.launch.hosts import Node
 from megatron.launch.run import Run
@@ -133,6 +135,7 @@ def tasks_asked_for(env: Mapping[str, str]) -> tuple[int, ...] | None:
 def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     """Returns the srun command that starts one launcher on every node, and its environment variables (none).
 
+    With NEOX_CONTAINER the launchers start in that container, by its interpreter.
     Each launcher gets all of the job's resources on its node, and finds its index in SLURM_NODEID.
     """
     count = str(len(run.nodes))
@@ -140,9 +143,13 @@ def srun(run: Run) -> tuple[list[str], dict[str, str]]:
     words += ["--kill-on-bad-exit=1", "--wait=60", "--export=ALL"]
     words += [f"--comment={run.args.comment}"] if run.args.comment else []
     words += [f"--account={run.args.account}"] if run.args.account else []
-    launcher_command = [sys.executable, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
-    launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port)]
-    return [*words, *launcher_command, *run.command[2:]], {}
+    container = read_container(os.environ)
+    python = container.python if container else sys.executable
+    launcher_command = [python, "-u", str(install_root() / "deepy.py"), "--hosts", *map(str, run.nodes)]
+    launcher_command += ["--master_addr", run.master_addr, "--master_port", str(run.master_port), *run.command[2:]]
+    if container:
+        words += container.srun_options()
+    return [*words, *(container.task(launcher_command) if container else launcher_command)], {}
 
 
 def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpointing.test_huggingface import model_folder
+from tests.launch.runs import write_program
+from tests.launch.test_container import ENROOT
 from tests.slurm.conftest import ROOT, Submitter, losses
 
 pytestmark = pytest.mark.slurm
@@ -94,7 +96,7 @@ def test_other_names_options_and_secrets(slurm, write_config, tmp_path):
     (("model.yml",), {}, "model.yml is a relative path"),
     ((), {}, "usage: sbatch"),
     (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
-    (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: isambard.sh local.sh"),
+    (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: enroot.sh isambard.sh local.sh"),
     (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
 ])  # fmt: skip
 def test_what_cannot_run_says_why(slurm, words, variables, message):
@@ -116,6 +118,34 @@ def test_ranks_that_srun_starts_itself(slurm, write_config, local, tmp_path):
     wrapped = f"srun --ntasks=2 {sys.executable} train.py {path}"
     slurm.completed(slurm.submit("--ntasks=2", "--output=logs/neox-training-%j.out", "--wrap", wrapped))
     assert losses(tmp_path / "save") == pytest.approx(local(path, 2), rel=1e-6)
+
+
+def test_in_a_container(slurm, write_config, local, tmp_path):
+    """The site of enroot, whose image has a Python and a shell but no Slurm; enroot itself is a stand-in."""
+    (tmp_path / "image").mkdir()
+    for name in ("sh", "env"):
+        (tmp_path / "image" / name).symlink_to(f"/usr/bin/{name}")
+    (tmp_path / "neox.sqsh").touch()
+    write_program(tmp_path / "bin/enroot", ENROOT.replace("PATH=/usr/bin:/bin", f"PATH={tmp_path}/image"))
+    variables = {
+        "NEOX_SITE": "enroot", "NEOX_SHARED": str(tmp_path), "NEOX_CONTAINER": str(tmp_path / "neox.sqsh"),
+        "NEOX_CONTAINER_PYTHON": sys.executable, "NOTES": str(tmp_path / "notes"),
+        "PATH": f"{tmp_path}/bin:{slurm.cluster.environment['PATH']}",
+    }  # fmt: skip
+    path = write_config(train_batch_size=12)
+    job = slurm.submit("--nodes=2", "--gres=none", "pretrain_neox.sbatch", str(path), **variables)
+    slurm.wait(job)
+    log = (tmp_path / f"logs/neox-training-{job}.out").read_text()
+    assert slurm.state(job) == "COMPLETED", log
+    assert losses(tmp_path / "save") == pytest.approx(local(path, 2), rel=1e-6)
+    assert not re.search("error|exception|traceback", log, re.IGNORECASE)
+    unpacked = f"neox-{int((tmp_path / 'neox.sqsh').stat().st_mtime)}"
+    assert (tmp_path / "notes").read_text().count(f"start {unpacked}\n") == 2
+    command = ("run_on_compute.sbatch", "python", "-c", "import os; print('sees', os.environ['PATH'])")
+    (tmp_path / "image/python").symlink_to(sys.executable)
+    job = slurm.submit("--gres=none", *command, **variables)
+    slurm.wait(job)
+    assert f"sees {tmp_path}/image\n" in (tmp_path / f"logs/run-on-compute-{job}.out").read_text()
 
 
 def test_a_queued_job_is_found_by_its_name(slurm, write_config):
