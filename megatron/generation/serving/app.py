@@ -63,7 +63,8 @@ def build_app(service: Service) -> Starlette:
     def described(name: str) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": created, "owned_by": "neox"}
         model |= {"parent": parser.names[0]} if name != parser.names[0] else {}
-        return {**model, "max_model_len": parser.positions, **_version(service.queue.weight_version)}
+        model |= {"dtype": parser.dtype, "max_model_len": parser.positions}
+        return {**model, **_version(service.queue.weight_version)}
 
     async def list_models(request: Request) -> Response:
         service.access.check(request)

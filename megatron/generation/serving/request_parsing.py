@@ -39,6 +39,7 @@ class RequestParser:
     positions: number of the model's positions. stop_token_ids: the model's token ids that end a text.
     chat: the chat template; None: there is none.
     no_template_reason: why there is no chat template, as a message to clients that send conversations.
+    dtype: the model's dtype, by torch's name.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class RequestParser:
     stop_token_ids: tuple[int, ...]
     chat: ChatTemplate | None
     no_template_reason: str = ""
+    dtype: str = "float32"
 
     def completion(self, content: bytes) -> ParsedRequest:
         """Parses the body of a request to `/v1/completions`. Raises APIError if the body is invalid."""

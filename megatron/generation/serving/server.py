@@ -22,6 +22,7 @@ from megatron.generation.multi_lora import with_adapters
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, run_serving_loop
 from megatron.generation.serving.request_queue import Rejection, RequestQueue
+from megatron.mpu import DTYPES
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.lora_settings import served_adapters
 from megatron.tokenizer import Tokenizer
@@ -111,8 +112,9 @@ def _serve_on_rank0(
 
     args, server_socket = model.args, setup.server_socket
     queue = RequestQueue(args.serve_max_requests)
+    dtype = str(DTYPES[args.params_dtype]).removeprefix("torch.")
     parser = RequestParser(
-        setup.names, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.no_template_reason
+        setup.names, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.no_template_reason, dtype
     )
     access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
     texts, updates = TokenTexts(model.tokenizer), args.serve_weight_updates

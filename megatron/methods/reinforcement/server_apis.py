@@ -3,15 +3,18 @@
 All ask for token ids, and for log-probabilities of the logits divided by the temperature.
 """
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.generation.weight_updates import WeightUpdate
-from megatron.methods.reinforcement.server_calls import Connection
+from megatron.methods.reinforcement.server_calls import Connection, ServerError
 
 _FINISHED = {"stop": True, "length": False}
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,11 @@ class ServerAPI:
     """A client of one inference server. Its methods raise ServerError.
 
     names_weights: whether the server's answers report the version of its weights.
+    settings_path: path of the request that shows the server's settings.
     """
 
     names_weights = True
+    settings_path = ""
 
     def __init__(self, connection: Connection, temperature: float, stop_token_ids: Sequence[int]) -> None:
         """Takes a connection and the sampling parameters. Answers end with one of `stop_token_ids`."""
@@ -46,6 +51,15 @@ class ServerAPI:
     def check(self) -> None:
         """Checks that the server responds. If requests must name its model, it also looks up the name."""
         raise NotImplementedError
+
+    def precision(self) -> str | None:
+        """Returns the server's dtype as `fp32`, `bf16` or `fp16`; None if its settings do not show it."""
+        try:
+            settings = json.dumps(self.connection.call(self.settings_path))
+        except ServerError:
+            return None  # an older release, which has no such request
+        dtype = re.search(r"(?<!\w)dtype\W+(?:torch\.)?(\w+)", settings)
+        return None if dtype is None else _PRECISIONS.get(dtype[1])
 
     def write(self, prompt: list[int], maximum: int, seed: int) -> Written:
         """Returns the server's answer to the prompt, at most `maximum` tokens."""
@@ -65,6 +79,7 @@ class OpenAIServer(ServerAPI):
     # Request fields that OpenAI's interface does not have
     fields: dict[str, Any] = {"logprobs": 0, "return_token_ids": True, "logprobs_mode": "processed_logprobs"}
     lacks = "needs tools/serve.py of this version"
+    settings_path = "/v1/models"
 
     model = ""
 
@@ -112,6 +127,7 @@ class VLLMServer(OpenAIServer):
 
     fields = {"logprobs": 0, "return_token_ids": True}
     lacks = "needs vLLM 0.10.2 or later"
+    settings_path = "/server_info"  # with VLLM_SERVER_DEV_MODE=1
 
     def update(self, update: WeightUpdate, url: str | None) -> None:
         """Loads new weights into vLLM from the folder `update.path`. vLLM must run with
@@ -128,6 +144,8 @@ class VLLMServer(OpenAIServer):
 
 class SGLangServer(ServerAPI):
     """A client of SGLang, by its native API."""
+
+    settings_path = "/get_server_info"
 
     def check(self) -> None:
         """Checks that the server responds. Requests to SGLang need no model name."""

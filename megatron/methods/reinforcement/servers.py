@@ -86,6 +86,21 @@ class ServerSampler:
         if ReinforcementKeys.read_from(self.run.args).serve_model_weights:
             self._weight_server = WeightServer(self.run.args)
         self._for_all_servers(lambda server: server.check())
+        self._for_all_servers(self._check_precision)
+
+    def _check_precision(self, server: ServerAPI) -> None:
+        """Compares the server's dtype with the trainer's, because log-probabilities of other dtypes differ.
+
+        Raises ServerError if they differ; with `rollout.logprob_bound: 0` it only warns.
+        """
+        own, theirs, connection = self.run.args.params_dtype, server.precision(), server.connection
+        if theirs is None:
+            self.run.logger.info(f"rollout.servers: {connection.address} does not tell its dtype; this run has {own}")
+        elif theirs != own:
+            text = f"the server computes in {theirs}, and this run in {own} (precision)"
+            if rollout_keys(self.run.args)["logprob_bound"]:
+                raise connection.error(f"{text}; start the server with this dtype, or set rollout.logprob_bound: 0")
+            self.run.logger.warning(f"rollout.servers: {connection.address}: {text}")
 
     def __call__(self, number: int, requests_of: Callable[[int], list[AnswerRequest]]) -> tuple[list[Answer], int]:
         """Returns the answers of generation `number` in the order of its rows, and the version of the weights

@@ -17,7 +17,7 @@ class StandIn:
 
     requests: (path, body) of every POST. version: of its weights, as SGLang has it. failures: answers of 500
     still to come. garbage: what it answers in the place of JSON. deaf: whether it ignores new weights.
-    token: what it requires of clients.
+    token: what it requires of clients. settings: what it tells of itself.
     """
 
     address: str = ""
@@ -27,11 +27,14 @@ class StandIn:
     garbage: bytes | None = None
     deaf: bool = False
     token: str | None = None
+    settings: Any = None
 
     def answer(self, path: str, body: Any) -> Any:
         """The JSON of an answer; None: an empty one."""
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "toy", "object": "model"}]}
+        if path in ("/server_info", "/get_server_info"):
+            return self.settings
         if path == "/v1/completions":  # vLLM's, with return_token_ids
             tokens = [1 + sum(body["prompt"]) % 10, 0]
             logprobs = {"tokens": ["x", "<eod>"], "token_logprobs": [LOGPROB] * 2, "top_logprobs": [{}, {}]}

@@ -24,6 +24,7 @@ import transformers
 from megatron.data.files import sha256
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.methods.reinforcement.keys import rollout_servers
+from megatron.methods.reinforcement.server_apis import OpenAIServer
 from megatron.methods.reinforcement.server_calls import Connection, ServerError
 from megatron.methods.reinforcement.weight_server import WeightServer
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -231,6 +232,35 @@ def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Pat
         values = with_server(task, StandIn(address), tmp_path, **{"rollout.server_timeout_s": 0.5})
         message = run_ranks(outcome_of, 1, values)[0]
     assert f"rollout.servers: {address}: GET /v1/models: cannot be reached" in message
+
+
+VLLM_TEXT = "model='toy', max_seq_len=16, kv_cache_dtype=auto, dtype=torch.{}, quantization=None"
+SETTINGS = [
+    ("vllm", {"vllm_config": VLLM_TEXT.format("float16")}, "fp16"),
+    ("vllm", {"vllm_config": {"cache_config": {"cache_dtype": "auto"}, "model_config": {"dtype": "torch.bfloat16"}}},
+     "bf16"),
+    ("sglang", {"kv_cache_dtype": "auto", "dtype": "half", "device": "cuda"}, "fp16"),
+    ("sglang", {"kv_cache_dtype": "bfloat16", "dtype": "auto"}, None),
+    ("vllm", None, None),
+    ("vllm", {"vllm_config": VLLM_TEXT.format("float32")}, None),
+]  # fmt: skip
+"""API, the server's settings, and the dtype that is refused in a run of fp32."""
+
+
+def test_a_server_of_another_dtype_is_refused(task: dict[str, Any], tmp_path: Path) -> None:
+    for api, settings, refused in SETTINGS:
+        with standing_in(settings=settings) as server:
+            keys = {"rollout.server_api": api, "rollout.logprob_bound": 5.0}
+            message = run_ranks(outcome_of, 1, with_server(task, server, tmp_path, **keys))[0]
+        assert ("precision" in message) == (refused is not None), (settings, message)
+        if refused:
+            assert f"{server.address}: the server computes in {refused}, and this run in fp32 (precision)" in message
+            assert "set rollout.logprob_bound: 0" in message and not server.requests, "before any answer is asked for"
+
+
+def test_our_server_tells_its_dtype(server_process: Server) -> None:
+    client = OpenAIServer(Connection(server_process.address, None, 10.0, print), 1.0, (0,))
+    assert client.precision() == "fp32"
 
 
 def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
