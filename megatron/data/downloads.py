@@ -37,8 +37,8 @@ class DownloadError(UserError):
 def download(url: str, target: Path, say: Callable[[str], None], digest: str | None = None) -> None:
     """Downloads one file. `target` appears only when the file is complete.
 
-    It tries four times, and each try continues the partial file `.NAME.part` if the server supports that. With
-    a digest a later call continues it too. Messages show the URL without its signature.
+    It tries four times, and each try continues the partial file `.NAME.part` if the server supports that.
+    With a digest a later call continues it too. Messages show the URL without its signature.
 
     digest: SHA-256 that the file must have; None: any. Raises DownloadError if all tries fail, if the SHA-256
     is another, or if the disk is full.
@@ -139,8 +139,8 @@ class _Transfer:
         while piece := answer.read(_PIECE):
             _write(file, piece, self.part)
             if time.monotonic() - last_report > _SAY_EVERY_S:
-                of_total = f" of {total / 1e6:,.1f} MB" if total >= 0 else ""
-                self.say(f"{without_secrets(self.url)}: {file.tell() / 1e6:,.1f} MB{of_total}")
+                total_text = f" of {total / 1e6:,.1f} MB" if total >= 0 else ""
+                self.say(f"{without_secrets(self.url)}: {file.tell() / 1e6:,.1f} MB{total_text}")
                 last_report = time.monotonic()
         if total >= 0 and file.tell() != total:
             raise OSError(f"truncated after {file.tell()} of {total} bytes")

@@ -20,8 +20,8 @@ class EngineChoice:
     def load(self) -> type[Engine]:
         """Returns the engine's class. It imports DeepSpeed, which takes seconds, only for that engine.
 
-        Raises ConfigError if the name, which may come from a checkpoint, is unknown, or if DeepSpeed is needed
-        and not installed.
+        Raises ConfigError if the name, which may come from a checkpoint, is unknown, or if DeepSpeed is
+        needed and not installed.
         """
         if self.name == "native":
             from megatron.training.native.engine import NativeEngine

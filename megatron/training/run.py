@@ -99,6 +99,7 @@ class Training:
     logger: logging.Logger
     watchdog: Watchdog
     user_callbacks: Sequence[Callback] = ()
+    zero_tokens: frozenset[int] | None = None  # of Origin
     loop: LoopState = field(default_factory=LoopState)
 
     @property

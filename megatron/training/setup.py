@@ -307,5 +307,5 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     datasets = method.finish_datasets(parts, datasets, watchdog)
     return Training(
         args, method, groups, tokenizer, datasets, built, loader.origin.schedule, writer, progress, logger, watchdog,
-        user_callbacks,
+        user_callbacks, loader.origin.zero_tokens,
     )  # fmt: skip

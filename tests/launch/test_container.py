@@ -1,4 +1,4 @@
-"""Jobs in containers: the words that start one, and slurm/enroot.sh with an enroot that only notes its arguments."""
+"""Jobs in containers: the words that start one, and slurm/enroot.sh with a stand-in for enroot."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.site import site_variables
 from tests.launch.runs import ROOT, write_program
 
-# Starts the command outside of any container, with the variables that enroot would hand on and the image's PATH.
+# Notes its arguments, and starts the command with the variables that enroot hands on and an image's PATH.
 ENROOT = """\
 #!/bin/bash
 if [ "$1" != start ]; then

@@ -122,7 +122,7 @@ def test_a_server_that_cannot_go_on_gives_all_again(tmp_path, server):
     assert fetch(tmp_path, url_source(server))[0] == {"x.bin": DIGEST}
 
 
-def test_without_a_digest_a_part_counts_within_one_call_alone(tmp_path, server):
+def test_without_a_digest_only_parts_of_the_same_call_count(tmp_path, server):
     """The server names its content by a tag; a part that an earlier call left may be of another file."""
     server.files["/x.bin"], part = BODY, tmp_path / ".x.bin.part"
     part.write_bytes(b"an older file")

@@ -96,7 +96,7 @@ def test_other_names_options_and_secrets(slurm, write_config, tmp_path):
     (("model.yml",), {}, "model.yml is a relative path"),
     ((), {}, "usage: sbatch"),
     (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
-    (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: enroot.sh isambard.sh local.sh"),
+    (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "no .*/mars.sh; there are: enroot.sh isambard.sh local.sh"),
     (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
 ])  # fmt: skip
 def test_what_cannot_run_says_why(slurm, words, variables, message):

@@ -27,7 +27,9 @@ sys.meta_path.insert(0, Block())
 
 def run(folder: Path, *words: str, **keys: Any) -> "subprocess.CompletedProcess[str]":
     (folder / "sitecustomize.py").write_text(BLOCK)
-    values = config(LLAMA, train_iters=2, checkpoint_factor=2, save=str(folder / "save"), log_dir=str(folder / "logs"), **keys)
+    values = config(
+        LLAMA, train_iters=2, checkpoint_factor=2, save=str(folder / "save"), log_dir=str(folder / "logs"), **keys
+    )
     (folder / "model.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", *words, "train.py", str(folder / "model.yml")]
     env = environment(PYTHONPATH=f"{folder}:{ROOT}")

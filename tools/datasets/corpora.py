@@ -78,5 +78,6 @@ def fetch(address: str, target: Path, mirror: str | None, report: Callable[[str]
         download(address, target, report)
     except DownloadError as problem:
         raise DataError(
-            f"{problem}; put the file at {target} by other means, or name another folder that holds it with --mirror URL"
+            f"{problem}; put the file at {target} by other means, or name another folder that holds it with "
+            "--mirror URL"
         ) from None

@@ -93,11 +93,13 @@ class ServerSampler:
 
         Raises ServerError if they differ; with `rollout.logprob_bound: 0` it only warns.
         """
-        own, theirs, connection = self.run.args.params_dtype, server.precision(), server.connection
-        if theirs is None:
-            self.run.logger.info(f"rollout.servers: {connection.address} does not tell its dtype; this run has {own}")
-        elif theirs != own:
-            text = f"the server computes in {theirs}, and this run in {own} (precision)"
+        precision, reported, connection = self.run.args.params_dtype, server.precision(), server.connection
+        if reported is None:
+            self.run.logger.info(
+                f"rollout.servers: {connection.address} does not tell its dtype; this run has {precision}"
+            )
+        elif reported != precision:
+            text = f"the server computes in {reported}, and this run in {precision} (precision)"
             if rollout_keys(self.run.args)["logprob_bound"]:
                 raise connection.error(f"{text}; start the server with this dtype, or set rollout.logprob_bound: 0")
             self.run.logger.warning(f"rollout.servers: {connection.address}: {text}")

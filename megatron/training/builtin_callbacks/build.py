@@ -30,6 +30,7 @@ from megatron.training.builtin_callbacks.saving import SaveCallback
 from megatron.training.builtin_callbacks.stopping import StopCallback
 from megatron.training.builtin_callbacks.trackers import Trackers
 from megatron.training.builtin_callbacks.validation import ValidationCallback
+from megatron.training.builtin_callbacks.zero_embeddings import ZeroEmbeddings
 from megatron.training.metrics.loggers import build_loggers
 from megatron.training.metrics.run_metadata import metadata_line, run_metadata
 from megatron.training.run import Training
@@ -87,6 +88,9 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     stop = StopCallback(training, results.settle)
     metadata = run_metadata(args, groups, training.engine.stage)
     logger.info(metadata_line(metadata))
+    zero_embeddings = []
+    if training.zero_tokens is not None and training.iteration == 0:
+        zero_embeddings = [ZeroEmbeddings(training.zero_tokens, training.tokenizer.pad)]
     packing = PackingEfficiency(args, groups)
     probes, gradients = build_probes(training)
     profiler = StepProfiler(args, groups, logger, stop.settle)
@@ -112,6 +116,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     loop.settle = settle
     callbacks += [
         *([MemoryParts(training)] if args.profile_memory is not None else []),  # first: it measures the step alone
+        *zero_embeddings,
         packing,  # counts padding and trained tokens
         gradients,  # passes gradients to probes
         *([CompiledGraphs()] if args.compile else []),

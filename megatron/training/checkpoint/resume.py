@@ -228,7 +228,10 @@ class CheckpointLoader:
                 return read(sorted(layers))
             return {layer: values for index in sorted(layers) for layer, values in read([index]).items()}
 
-        self.engine.set_weights(run_on_each_rank(self.groups, read_all))
+        weights = run_on_each_rank(self.groups, read_all)
+        if begins:
+            self.origin = replace(self.origin, zero_tokens=_zero_tokens(weights, self.groups.rank("tensor")))
+        self.engine.set_weights(weights)
         if manifest is None and load is load_weights:
             self.logger.info(f"{path}: {describe_layout(path, self.args)}")
         return new_head
@@ -458,3 +461,12 @@ def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         elif saved_value != value:
             differences.append(f"{key} was {saved_value}, is {value}")
     return differences
+
+
+def _zero_tokens(weights: Mapping[int, Mapping[str, Tensor]], tensor_rank: int) -> frozenset[int]:
+    """Returns the ids of tokens whose embeddings are zero, among the rows of this tensor rank."""
+    words = weights.get(0, {}).get("word_embeddings.weight")
+    if words is None:
+        return frozenset()
+    rows = (words == 0).all(dim=1).nonzero().flatten() + tensor_rank * len(words)
+    return frozenset(rows.tolist())

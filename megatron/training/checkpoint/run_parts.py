@@ -118,10 +118,12 @@ class Origin:
 
     schedule: the configured one, or with `use_checkpoint_lr_scheduler` the checkpoint's. run_id: the resumed
     run's name. saved_at: iteration of its last checkpoint. Both are None for a new run. base: from
-    `describe_base`, if checkpoints hold only adapters.
+    `describe_base`, if checkpoints hold only adapters. zero_tokens: token ids with zero embeddings in the
+    start weights, among the rows that this rank has loaded; None: the run starts from no loaded weights.
     """
 
     schedule: Schedule
     run_id: str | None = None
     saved_at: int | None = None
     base: Mapping[str, Any] | None = None
+    zero_tokens: frozenset[int] | None = None
