@@ -25,6 +25,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.files import map_file, sync, temporary
 from megatron.process import look_for_stop
+from megatron.process.progress import ProgressBar
 
 SHARED_FILE_SYSTEM_DELAY = 60.0  # seconds a file written on another node may take to be seen on this one
 THREADS = 8  # that build and check maps: they often wait for the disk, and a CRC-32 releases the GIL
@@ -159,9 +160,13 @@ def _built_maps(builders: list[Callable[[], Any]]) -> Iterator[Any]:
 
     At most THREADS results are in memory, because the maps of all large datasets might not fit.
     """
-    with ThreadPoolExecutor(THREADS) as pool:
+    logger = logging.getLogger("megatron")
+    progress = ProgressBar("building index maps", len(builders), "dataset", logger, visible=True, transient=True)
+    with ThreadPoolExecutor(THREADS) as pool, progress:
         for start in range(0, len(builders), THREADS):
-            yield from pool.map(_unless_stopped, builders[start : start + THREADS])
+            for done, maps in enumerate(pool.map(_unless_stopped, builders[start : start + THREADS]), start + 1):
+                yield maps
+                progress.advance_to(done)
 
 
 def _unless_stopped(make: Callable[[], Any]) -> Any:

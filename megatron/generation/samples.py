@@ -17,13 +17,13 @@ from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
 from megatron.generation.interactive import converse
 from megatron.generation.model import Model, load_model, start_inference
-from megatron.generation.progress import ProgressBar
 from megatron.generation.prompts.files import NOT_STARTED, Prompt, read_prompts
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.scoring.precompute import precompute
 from megatron.generation.scoring.score_file import write_scores
 from megatron.mpu import ParallelGroups, mix_seed
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.process.progress import ProgressBar
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 

@@ -22,10 +22,10 @@ from megatron.data.open_dataset import open_dataset
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import Model
-from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
 from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.progress import ProgressBar
 
 _TOKENS_AT_ONCE = 1 << 18  # tokens per data-parallel rank between two writes; an interruption loses at most these
 _VALUE = np.dtype("<f4")

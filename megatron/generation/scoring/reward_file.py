@@ -27,11 +27,11 @@ from megatron.distributed import Process, on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.chat_model import chat_model_args, with_options
 from megatron.generation.model import load_model
-from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.rewards import PairReport, report_pairs, score_documents
 from megatron.model import Model
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.progress import ProgressBar
 from megatron.process.run_files import to_json
 from megatron.tokenizer import build_tokenizer
 

@@ -16,10 +16,10 @@ from megatron.data.files import sync
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import Model
-from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
 from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import ModelArgs
+from megatron.process.progress import ProgressBar
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 

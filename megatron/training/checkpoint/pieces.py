@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import CheckpointError, open_lock_file
+from megatron.checkpointing import CheckpointError, open_lock_file, readable_size
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -24,6 +24,24 @@ def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
     if args.save_hf is None:
         return False
     return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
+
+
+def is_state_per_parameter(args: NeoXArgs) -> bool:
+    """Returns whether the optimizer keeps its state per parameter. bitsandbytes keeps quantized blocks
+    instead."""
+    return not args.use_bnb_optimizer
+
+
+def check_free_disk(folder: Path, num_bytes: int, remedy: str) -> None:
+    """Raises CheckpointError, with the remedy, if a checkpoint of `num_bytes` does not fit on the disk of
+    `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{folder}: a checkpoint takes about {readable_size(num_bytes)}, but {readable_size(free)} are free; "
+            f"{remedy}"
+        )
 
 
 def layers_unless(look: Callable[[], None], layers: Iterable[int], count: int) -> Iterator[int]:

@@ -52,14 +52,27 @@ from megatron.checkpointing.remote_staging import object_store_of
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import stage_parameters
 from megatron.model.weight_map import adapter_params, is_adapter, layer_params
-from megatron.neox_arguments import NeoXArgs
 from megatron.process import StopRequested, look_for_stop, stop_signal
+from megatron.process.progress import ProgressBar
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
-from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, lock_folder, serialised
+from megatron.training.checkpoint.pieces import (
+    check_free_disk,
+    empty_folder,
+    is_hf_due,
+    is_state_per_parameter,
+    layers_unless,
+    lock_folder,
+    serialised,
+)
 from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.metrics.run_metadata import local_sizes
+
+_NEOX_ARGS = (  # keys that GPT-NeoX compares when it loads
+    "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by",
+    "padded_vocab_size", "tokenizer_type", "model_parallel_size",
+)  # fmt: skip
 
 
 class CheckpointWriter:
@@ -93,6 +106,7 @@ class CheckpointWriter:
         self._lock: Any = None
         self._logged: set[str] = set()
         self.base: Mapping[str, Any] | None = None
+        self._bar: ProgressBar | None = None
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
         self._copies = host_copies(groups.device)
         self._temporary = Path()
@@ -105,8 +119,6 @@ class CheckpointWriter:
         """
         self.schedule, self.saved_at, self.base = origin.schedule, origin.saved_at, origin.base
         self.run_id = origin.run_id or self.run_id
-
-    # -- saving ----------------------------------------------------------------------------------------------
 
     def save(self, progress: TrainingProgress, *, in_background: bool = True, ephemeral: bool = False) -> None:
         """Write `<save>/global_stepN`, and make the file `latest` name it. It is visible only once it is
@@ -149,7 +161,7 @@ class CheckpointWriter:
             )
             self._writer.start(lambda: self._write(temporary, iter(copied)), finish)
         else:
-            with self._no_half_checkpoint(temporary):
+            with self._no_half_checkpoint(temporary), self._progress():
                 records = run_on_all_ranks(self.groups, lambda: self._write(temporary, states))
                 on_rank_zero(self.groups, lambda: finish(records))
         self._say_unlocked(platform.node(), self._copies.problem)  # problems of other ranks are logged by the next save
@@ -245,7 +257,7 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether a write in the background has failed. If so, `wait` raises its exception."""
+        """Whether a write in the background has failed; `wait` then raises its exception."""
         return self._writer is not None and self._writer.problem is not None
 
     def wait(self) -> None:
@@ -253,7 +265,7 @@ class CheckpointWriter:
         written."""
         if self._writer is None:
             return
-        with self._no_half_checkpoint(self._temporary):
+        with self._no_half_checkpoint(self._temporary), self._progress():
             try:
                 self._writer.wait()
             except Exception:
@@ -315,22 +327,13 @@ class CheckpointWriter:
         """
         optimizer = not self.args.compat_no_save_optim
         per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self._bytes(optimizer)))
-        num_bytes = sum(rank.size for rank in per_rank)
-
-        def check(num_bytes: int) -> None:
-            save.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(save).free
-            if free < num_bytes:
-                raise CheckpointError(
-                    f"{save}: a checkpoint takes about {readable_size(num_bytes)}, but {readable_size(free)} are free; "
-                    + ("make room, or set keep_last_n_checkpoints" if self._store is None else "set remote_staging")
-                )
-
         if self._store is None:
-            on_rank_zero(self.groups, lambda: check(num_bytes))
+            num_bytes = sum(rank.size for rank in per_rank)
+            remedy = "make room, or set keep_last_n_checkpoints"
+            on_rank_zero(self.groups, lambda: check_free_disk(save, num_bytes, remedy))
         else:
-            needed_here = sum(rank.size for rank in per_rank if rank.machine == platform.node())
-            run_on_all_ranks(self.groups, lambda: check(needed_here))
+            num_bytes = sum(rank.size for rank in per_rank if rank.machine == platform.node())
+            run_on_all_ranks(self.groups, lambda: check_free_disk(save, num_bytes, "set remote_staging"))
         for rank in per_rank:
             self._say_unlocked(rank.machine, rank.problem)
         if self._writer is None:
@@ -391,8 +394,8 @@ class CheckpointWriter:
         if groups.rank("data_context") == 0:
             extra |= {"callbacks": callback_states} if callback_states else {}
             state = {**self._model_state(progress), **extra}
-            yield model_file(self.run.model_rank), state if _is_state_per_parameter(args) else serialised(state)
-        if not args.compat_no_save_optim and _is_state_per_parameter(args):
+            yield model_file(self.run.model_rank), state if is_state_per_parameter(args) else serialised(state)
+        if not args.compat_no_save_optim and is_state_per_parameter(args):
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
             # The data ranks divide the layers among themselves.
@@ -428,6 +431,16 @@ class CheckpointWriter:
             if self.carried_tensors is not None:
                 yield f"{HF_SUBFOLDER}/{CARRIED}", self.carried_tensors
 
+    @contextmanager
+    def _progress(self) -> Iterator[None]:
+        """In a `with` block that waits for `_write`, which may run in another thread, show its progress."""
+        num_mb, visible = self._bytes(not self.args.compat_no_save_optim) // 10**6, self.groups.world_rank == 0
+        with ProgressBar("saving", num_mb, "MB", self.logger, visible=visible, transient=True) as self._bar:
+            try:
+                yield
+            finally:
+                self._bar = None
+
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
         """Write files, given as (name, content), to the folder `path`; return their records.
 
@@ -448,6 +461,8 @@ class CheckpointWriter:
                     records.append(state(path / name, name))
                 else:
                     records.append(save_tensors(state, path / name))
+                if (bar := self._bar) is not None:
+                    bar.advance_to(min(bar.total, sum(record.size for record in records) // 10**6))
                 if self._store is not None:
                     self._store.upload(path / name, f"{path.name.removeprefix('.tmp_')}/{name}")
                     if name != EPHEMERAL:
@@ -459,8 +474,7 @@ class CheckpointWriter:
         return records
 
     def _own_layers(self) -> list[int]:
-        """Returns the layers that this pipeline stage writes. Of a tied embedding, the first stage writes
-        it."""
+        """Returns the layers that this stage writes; of a tied embedding, the first stage writes it."""
         kinds = {spec.index: spec.kind for spec in self.engine.stage.specs}
         return [i for i, kind in kinds.items() if kind != "head" or self.args.no_weight_tying]
 
@@ -468,7 +482,7 @@ class CheckpointWriter:
         args = self.args
         return {
             **self.engine.model_state(),
-            **({"optimizer": None} if args.compat_no_save_optim or _is_state_per_parameter(args) else {}),
+            **({"optimizer": None} if args.compat_no_save_optim or is_state_per_parameter(args) else {}),
             "lr_scheduler": self.schedule.state_dict(progress.iteration),
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -480,21 +494,6 @@ class CheckpointWriter:
             # DeepSpeed's own counters may be ahead by a step that changed nothing.
             "global_steps": progress.iteration,
             "global_samples": progress.consumed_samples,
-            "args": {
-                "num_layers": args.num_layers,
-                "hidden_size": args.hidden_size,
-                "num_attention_heads": args.num_attention_heads,
-                "max_position_embeddings": args.max_position_embeddings,
-                "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by,
-                "padded_vocab_size": args.padded_vocab_size,
-                "tokenizer_type": args.tokenizer_type,
-                "model_parallel_size": args.model_parallel_size,
-            },
+            "args": {name: getattr(args, name) for name in _NEOX_ARGS},
             **({} if args.no_save_rng else rng_state(self.groups.device)),
         }
-
-
-def _is_state_per_parameter(args: NeoXArgs) -> bool:
-    """Returns whether the optimizer keeps its state per parameter. bitsandbytes keeps quantized blocks
-    instead."""
-    return not args.use_bnb_optimizer

@@ -139,7 +139,7 @@ def save_at_once(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
 def old_run(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run that writes its state as DeepSpeed keeps it."""
-    saving._is_state_per_parameter = lambda args: False
+    saving.is_state_per_parameter = lambda args: False
     run_to_end(rank, world_size, values)
 
 

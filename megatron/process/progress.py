@@ -1,4 +1,4 @@
-"""Shows the progress of a command: a bar on a terminal, elsewhere a log line every ten seconds."""
+"""Shows the progress of long work: a bar on a terminal, elsewhere a log line every ten seconds."""
 
 import logging
 import sys
@@ -15,13 +15,22 @@ class ProgressBar:
 
     It is a context manager.
 
-    unit: name of the unit in the singular, such as "token".
+    unit: name of the unit in the singular, such as "token", or "MB".
     done: number of units that are already finished at the start.
     visible: whether this rank may draw a bar.
+    transient: the bar disappears at the end, and work of less than a second shows none.
     """
 
     def __init__(
-        self, description: str, total: int, unit: str, logger: logging.Logger, *, done: int = 0, visible: bool
+        self,
+        description: str,
+        total: int,
+        unit: str,
+        logger: logging.Logger,
+        *,
+        done: int = 0,
+        visible: bool,
+        transient: bool = False,
     ) -> None:
         self.description, self.total, self.unit, self.logger = description, total, unit, logger
         self.initial = self.done = done
@@ -29,7 +38,8 @@ class ProgressBar:
         self.on_terminal = visible and sys.stderr.isatty()
         self.bar = tqdm(
             total=total, initial=done, desc=description, unit=unit, file=sys.stderr, disable=not self.on_terminal,
-            dynamic_ncols=True, position=0,  # a training run that waits for this has its status line there
+            dynamic_ncols=True, leave=not transient, delay=1.0 if transient else 0.0,
+            position=0,  # a training run that waits for this has its status line there
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -54,4 +64,8 @@ class ProgressBar:
     def line(self, speed: float) -> str:
         """Returns the progress as a line for the log. speed: units per second."""
         share = 100 * self.done // max(1, self.total)
-        return f"{self.description}: {share:3d}%| {self.done} of {self.total} {self.unit}s, {speed:.1f} a second"
+        units = self.unit if self.unit == "MB" else f"{self.unit}s"
+        left = tqdm.format_interval((self.total - self.done) / speed) if speed else "?"
+        return (
+            f"{self.description}: {share:3d}%| {self.done} of {self.total} {units}, {speed:.1f} a second, {left} left"
+        )
