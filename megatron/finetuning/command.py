@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.data.files import sha256, write_json
 from megatron.finetuning.preparation import CONFIG, ReadModel, Run, prepare
+from megatron.finetuning.rows import RowSource
 from megatron.neox_arguments import ConfigError, UserError
 from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
@@ -71,6 +72,8 @@ def _parser() -> CommandParser:
         metavar="SHARE|N|FILE",
         help="rows for validation: a share of DATA, a number of its rows, or another file; default: 0.05",
     )
+    add("--split", metavar="NAME", help="split of a dataset that has several, such as train; train[:5000] takes rows")
+    add("--subset", metavar="NAME", help="configuration of a dataset that has several")
     add("--chat-template", metavar="FILE", help="Jinja chat template instead of the model's")
     add("--num_gpus", "--num-gpus", type=int, metavar="N", help="GPUs to use, or processes without GPUs")
     add("--prepare-only", action="store_true", help="stop before training, with OUTPUT/finetune.yml written")
@@ -79,6 +82,7 @@ def _parser() -> CommandParser:
 
 def _finetune(options: argparse.Namespace, argv: Sequence[str], run: Run, read_model: ReadModel) -> int:
     out = options.output or Path("checkpoints", f"{Path(options.model).name}-{Path(options.data).name.split('.')[0]}")
+    source = RowSource(options.data, options.valid, options.split, options.subset)
     inputs = _inputs(options)
     if _is_prepared(out, inputs):
         _say(f"{out / CONFIG} is there already, and is used as it is")
@@ -86,7 +90,7 @@ def _finetune(options: argparse.Namespace, argv: Sequence[str], run: Run, read_m
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / _RECORD, inputs)
         prepare(
-            out.resolve(), options.model, options.data, options.valid, options.set, options.chat_template,
+            out.resolve(), options.model, source, options.set, options.chat_template,
             options.num_gpus, ["deepy.py", "finetune", *argv], run, read_model, _say,
         )  # fmt: skip
     if options.prepare_only:
@@ -103,8 +107,8 @@ def _say(line: str) -> None:
 def _inputs(options: argparse.Namespace) -> dict[str, Any]:
     """Returns what a fine-tuning is made of, to recognise it however it is typed."""
     inputs: dict[str, Any] = {
-        "model": options.model, "data": options.data, "valid": options.valid,
-        "chat_template": options.chat_template,
+        "model": options.model, "data": options.data, "valid": options.valid, "split": options.split,
+        "subset": options.subset, "chat_template": options.chat_template,
         "set": {key: value for key, value, _ in parse_overrides(options.set, "--set")},
     }  # fmt: skip
     for name in ("model", "data", "valid", "chat_template"):

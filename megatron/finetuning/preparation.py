@@ -15,7 +15,7 @@ from megatron.finetuning.choices import Documents, choose
 from megatron.finetuning.config_file import config_text, nested
 from megatron.finetuning.devices import this_device
 from megatron.finetuning.formats import CHATS, JUDGED, PAIRS, TEXTS
-from megatron.finetuning.rows import write_rows
+from megatron.finetuning.rows import RowSource, write_rows
 from megatron.generation.prompts.chat import find_template
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments import load as load_keys
@@ -36,12 +36,12 @@ _FEW_ROWS = 50
 
 
 def prepare(
-    out: Path, model: str, data: str, valid: str, settings: Sequence[str], chat_template: str | None,
+    out: Path, model: str, source: RowSource, settings: Sequence[str], chat_template: str | None,
     num_gpus: int | None, command: Sequence[str], run: Run, read_model: ReadModel, say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Writes the data and the configuration of a fine-tuning into the folder `out`.
 
-    model, data, valid, settings, chat_template, num_gpus: of the command line (command.py). command: its
+    model, source, settings, chat_template, num_gpus: of the command line (command.py). command: its
     words. say: called with lines for people. Raises ConfigError for what cannot be used; then no
     configuration is written.
     """
@@ -56,11 +56,11 @@ def prepare(
     args = load_keys([], {**keys_of_model, "train_micro_batch_size_per_gpu": 1}, "finetune")
     try:
         shutil.rmtree(out / DATA, ignore_errors=True)  # what an interrupted command left
-        rows = write_rows(data, valid, out / DATA)
+        rows = write_rows(source, out / DATA)
     except DataError as problem:
         raise ConfigError([str(problem)]) from problem
     kind = rows.format.kind
-    say(f"{data}: {rows.format.description}; {rows.train} rows to train, {rows.valid} to validate")
+    say(f"{source.data}: {rows.format.description}; {rows.train} rows to train, {rows.valid} to validate")
     if rows.bad:
         say(f"WARNING: rows left out: {rows.bad}; the first: {rows.problem}")
     if rows.train < _FEW_ROWS and kind != TEXTS:

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +20,21 @@ _QUESTIONS = 4  # that the model answers before and after training
 _SEED = 1
 
 
+@dataclass(frozen=True)
+class RowSource:
+    """Where the rows of a fine-tuning come from.
+
+    data: as `--input` of tools/datasets/preprocess_data.py. valid: the rows for validation: a share below 1,
+        a number, or the name of another file. split, subset: of a dataset that has several; None: its only
+        one.
+    """
+
+    data: str
+    valid: str
+    split: str | None = None
+    subset: str | None = None
+
+
 class Rows(NamedTuple):
     """Rows that were written: `train.jsonl`, `valid.jsonl` and `questions.jsonl` in a folder.
 
@@ -31,19 +48,18 @@ class Rows(NamedTuple):
     problem: str
 
 
-def write_rows(data: str, valid: str, folder: Path) -> Rows:
-    """Converts the rows of a file or dataset, and writes them into `folder`.
-
-    data: as `--input` of tools/datasets/preprocess_data.py. valid: the rows for validation: a share below 1,
-        a number, or the name of another file. Raises DataError for rows of no known format.
-    """
-    row_format = _format(data)
-    rows, bad, problem = _converted(data, row_format)
+def write_rows(source: RowSource, folder: Path) -> Rows:
+    """Converts the rows of a file or dataset, and writes them into `folder`. Raises DataError for rows of no
+    known format."""
+    data, valid = source.data, source.valid
+    input_rows = partial(_input, data, source.split, source.subset)
+    row_format = _format(input_rows(), data)
+    rows, bad, problem = _converted(input_rows(), row_format)
     if Path(valid).is_file():
-        valid_format = _format(valid)
+        valid_format = _format(_input(valid), valid)
         if valid_format.kind != row_format.kind:
             raise DataError(f"--valid {valid}: {valid_format.description}, but {data} has {row_format.description}")
-        train_rows, (valid_rows, more_bad, valid_problem) = rows, _converted(valid, valid_format)
+        train_rows, (valid_rows, more_bad, valid_problem) = rows, _converted(_input(valid), valid_format)
         bad, problem = bad + more_bad, problem or valid_problem
     else:
         train_rows, valid_rows = _parts(rows, valid, row_format.kind)
@@ -56,30 +72,31 @@ def write_rows(data: str, valid: str, folder: Path) -> Rows:
     return Rows(row_format, len(train_rows), len(valid_rows), bad, problem)
 
 
-def _input(data: str) -> Iterator[InputRow]:
-    return (row for file in resolve(split_names(data)) for shard in file.shards(None) for row in shard.rows())
+def _input(data: str, split: str | None = None, subset: str | None = None) -> Iterator[InputRow]:
+    files = resolve(split_names(data), split, subset)
+    return (row for file in files for shard in file.shards(None) for row in shard.rows())
 
 
-def _format(data: str) -> DataFormat:
-    """Returns the format of the first rows that have one."""
+def _format(input_rows: Iterator[InputRow], name: str) -> DataFormat:
+    """Returns the format of the first rows that have one. name: of the file, for messages."""
     first_problem: DataError | None = None
-    for row in islice(_input(data), _MOST_BAD):
+    for row in islice(input_rows, _MOST_BAD):
         try:
-            row_format = recognise(row.value(), data)
+            row_format = recognise(row.value(), name)
             _convert(row_format, row)
             return row_format
         except DataError as cause:
             first_problem = first_problem or cause
-    raise first_problem or DataError(f"{data}: has no rows")
+    raise first_problem or DataError(f"{name}: has no rows")
 
 
-def _converted(data: str, row_format: DataFormat) -> tuple[list[str], int, str]:
+def _converted(input_rows: Iterator[InputRow], row_format: DataFormat) -> tuple[list[str], int, str]:
     """Returns the usable rows as lines of JSON, the number of other rows, and the problem of the first.
 
     Raises DataError if more than a tenth cannot be used.
     """
     rows, bad, problem = list[str](), 0, ""
-    for row in _input(data):
+    for row in input_rows:
         try:
             rows.append(_convert(row_format, row))
         except DataError as cause:

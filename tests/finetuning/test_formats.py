@@ -9,7 +9,7 @@ from trl.data_utils import extract_prompt
 
 from megatron.data import DataError
 from megatron.finetuning.formats import CHATS, JUDGED, PAIRS, TEXTS, prompt_of, recognise
-from megatron.finetuning.rows import write_rows
+from megatron.finetuning.rows import RowSource, write_rows
 
 
 def user(text: str) -> dict[str, str]:
@@ -105,7 +105,7 @@ def read(path: Path) -> list[Any]:
 
 def test_each_row_is_in_one_part(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": f"{n}." if n != 5 else ""} for n in range(30)]
-    written = write_rows(write(tmp_path / "a.jsonl", rows), "0.1", tmp_path / "data")
+    written = write_rows(RowSource(write(tmp_path / "a.jsonl", rows), "0.1"), tmp_path / "data")
     parts = {name: read(tmp_path / "data" / f"{name}.jsonl") for name in ("train", "valid", "questions")}
     assert (written.train, written.valid, written.bad) == (26, 3, 1) and "a.jsonl:6" in written.problem
     answers = [row["messages"][1]["content"] for row in [*parts["train"], *parts["valid"]]]
@@ -116,11 +116,11 @@ def test_each_row_is_in_one_part(tmp_path: Path) -> None:
 def test_validation_may_be_another_file(tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", [{"question": "1?", "answer": "1."}])
     valid = write(tmp_path / "b.jsonl", [{"messages": CONVERSATION}])
-    assert write_rows(train, valid, tmp_path / "data")[1:3] == (1, 1)
+    assert write_rows(RowSource(train, valid), tmp_path / "data")[1:3] == (1, 1)
     assert read(tmp_path / "data" / "valid.jsonl") == [{"messages": CONVERSATION}]
     texts = write(tmp_path / "c.jsonl", [{"text": "a"}])
     with pytest.raises(DataError, match=r"c\.jsonl.*texts"):
-        write_rows(train, texts, tmp_path / "data")
+        write_rows(RowSource(train, texts), tmp_path / "data")
 
 
 @pytest.mark.parametrize(("rows", "valid", "words"), [
@@ -135,19 +135,31 @@ def test_validation_may_be_another_file(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_files_are_refused(tmp_path: Path, rows: list[Any], valid: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        write_rows(write(tmp_path / "a.jsonl", rows), valid, tmp_path / "data")
+        write_rows(RowSource(write(tmp_path / "a.jsonl", rows), valid), tmp_path / "data")
 
 
 def test_a_surrogate_is_a_row_left_out(tmp_path: Path) -> None:
     rows = [json.dumps({"question": f"{n}?", "answer": f"{n}."}) for n in range(30)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, r'{"question": "1?", "answer": "\ud83d"}']))
-    written = write_rows(str(tmp_path / "a.jsonl"), "1", tmp_path / "data")
+    written = write_rows(RowSource(str(tmp_path / "a.jsonl"), "1"), tmp_path / "data")
     assert (written.train, written.bad) == (29, 1) and "a.jsonl:31" in written.problem
 
 
 def test_the_first_rows_may_be_unusable(tmp_path: Path) -> None:
     rows = [{"messages": None}, *[{"messages": CONVERSATION}] * 30]
-    assert write_rows(write(tmp_path / "a.jsonl", rows), "1", tmp_path / "data")[1:4] == (29, 1, 1)
+    assert write_rows(RowSource(write(tmp_path / "a.jsonl", rows), "1"), tmp_path / "data")[1:4] == (29, 1, 1)
+
+
+def test_a_split_of_a_dataset_as_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "set/data").mkdir(parents=True)
+    for name in ("train", "test"):
+        rows = [{"text": f"{name} {number}"} for number in range(20)]
+        write(tmp_path / f"set/data/{name}-00000-of-00001.jsonl", rows)
+    with pytest.raises(DataError, match="--split"):
+        write_rows(RowSource(str(tmp_path / "set"), "2"), tmp_path / "data")
+    assert write_rows(RowSource(str(tmp_path / "set"), "2", "test[:10]"), tmp_path / "data")[1:3] == (8, 2)
+    texts = {row["text"] for name in ("train", "valid") for row in read(tmp_path / "data" / f"{name}.jsonl")}
+    assert texts == {f"test {number}" for number in range(10)}
 
 
 @pytest.mark.parametrize("files", [1, 30])
@@ -157,7 +169,7 @@ def test_text_files(tmp_path: Path, files: int) -> None:
     folder.mkdir()
     for number in range(files):
         (folder / f"{number:02}.txt").write_text("".join(f"line {n} of {number}\n" for n in range(100)))
-    written = write_rows(str(folder), "0.1", tmp_path / "data")
+    written = write_rows(RowSource(str(folder), "0.1"), tmp_path / "data")
     parts = [[row["text"] for row in read(tmp_path / "data" / f"{name}.jsonl")] for name in ("train", "valid")]
     assert (written.format.kind, [len(part) for part in parts]) == (TEXTS, [1, 1] if files == 1 else [27, 3])
     texts = sorted((folder / f"{number:02}.txt").read_text() for number in range(files))
