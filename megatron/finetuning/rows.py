@@ -22,7 +22,7 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class RowSource:
-    """Where the rows of a fine-tuning come from.
+    """The source of a fine-tuning's rows.
 
     data: as `--input` of tools/datasets/preprocess_data.py. valid: the rows for validation: a share below 1,
         a number, or the name of another file. split, subset: of a dataset that has several; None: its only

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.data import trains_preferences
 from megatron.model.pipeline_partition import partition_layers
 from megatron.model.specs import LayerSpec
 from megatron.mpu import configured_groups
@@ -78,7 +79,8 @@ def trace_step(args: NeoXArgs, rank: int) -> Trace:
         for module in ("megatron.model.init", "megatron.training.native.shards"):  # weights have no values
             enter(mock.patch(f"{module}.initial_part", lambda *_: iter(())))
         enter(mock.patch("megatron.mpu.cross_entropy._in_slices", partial(_in_equal_slices, recorder)))
-        enter(mock.patch("megatron.mpu.head.chunks", partial(_few_chunks, recorder)))
+        if not trains_preferences(args):  # their head joins the log-probabilities of all chunks
+            enter(mock.patch("megatron.mpu.head.chunks", partial(_few_chunks, recorder)))
         enter(mock.patch.object(PendingSends, "add", lambda *args: None))  # sent at once, as in a dry run
         enter(FakeTensorMode())
         enter(shared_out_evenly(args))

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 tied": (2, {**PP2, "no_weight_tying": False}),
     "pairs, pp2 zero 1": (4, {**DPO, **PP2, "zero_optimization": {"stage": 1}}),
     "packed pairs, cp2": (2, {**PACKED_DPO, "context_parallel_size": 2}),
+    "pairs, head in five chunks": (1, {**DPO, "padded_vocab_size": 2**20}),
     "rewards": (2, {**DPO, "train_impl": "rm"}),
 }  # fmt: skip
 
@@ -53,7 +54,7 @@ AXES = {
     "ep2": {("expert", "all_to_all"), ("data", "all_reduce")},
     "pp2 zero 1": {("pipe", "send"), ("data", "reduce_scatter")},
 }
-LONGER = ("pairs, pp2 zero 1", "pp2 zero bubble", "ep2")
+LONGER = ("pairs, pp2 zero 1", "pp2 zero bubble", "ep2", "pairs, head in five chunks")
 PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *LONGER}
 
 
