@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -35,6 +36,8 @@ PAGES = ROOT / "docs" / "recipes"
 LINKS = ("configs", "post-training", "tools", *(path.name for path in ROOT.glob("*.py")))
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LOADED = re.compile(r"load_dataset\('([^']+)'.*\.to_json\('([^']+)'\)")
+_LEFT_OUT = ("elapsed", "approx", "number of", "learning rate")  # parts of an iteration line
+_RESULTS = ("best model", "answers before and after", "curves", "talk to it")
 _MARKERS = "<!-- small run -->", "<!-- end -->"
 
 
@@ -295,13 +298,15 @@ def _cores() -> str:
 
 
 def _excerpt(log: list[str]) -> Iterator[str]:
-    """Yields the lines of a log that a reader looks for: choices, results, and the last step."""
-    for line in log:
-        if line.startswith("finetune: ") and "/" not in line.split(": ")[1]:
-            yield line
-    steps = [line for line in log if " iteration " in line and "lm_loss" in line and "results" not in line]
+    """Yields the lines of a log that a reader looks for: choices, the first and the last step, results."""
+    lines = [line for line in log if line.startswith("finetune: ") and "/" not in line.split(": ")[1]]
+    results = [line for line in lines if line.split(": ")[1] in _RESULTS]
+    yield from (line for line in lines if line not in results)
+    steps = [line for line in log if re.search(r" iteration +\d+/ +\d+ ", line)]
     for line in (steps[0], steps[-1]) if steps else ():
-        yield re.sub(r"^.*?(iteration)", r"\1", re.sub(r" +", " ", line)).split(" | number of skipped")[0]
+        parts = re.sub(r" +", " ", line[line.index("iteration") :]).split(" | ")
+        yield shorten(" | ".join(part for part in parts if not part.startswith(_LEFT_OUT)), 150, placeholder=" ...")
+    yield from results
 
 
 def _first_and_last(rows: list[dict[str, float]], series: tuple[str, ...]) -> Iterator[str]:
