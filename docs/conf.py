@@ -4,6 +4,7 @@ The pages are written for GitHub, and MyST reads GitHub's dialect: the same list
 reports every link or anchor without a target, so that a build with -W fails.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,20 @@ exclude_patterns = ["README.md"]
 _LINK = re.compile(r"(?<!!)\[(?P<label>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
-def for_the_site(text: str, folder: Path) -> str:
+def for_the_site(text: str, folder: Path, page_folder: Path = PAGES) -> str:
     """A page's text with links as the site needs them.
 
     Links to other pages stay. A link to any other file of the repository becomes the name of that file: the
-    site holds the pages alone. folder: relative links begin there.
+    site holds the pages alone. folder: relative links begin there. page_folder: of the page on the site.
     """
 
     def replaced(link: re.Match[str]) -> str:
         target = (folder / link["path"]).resolve()
         if not target.exists():
             return link[0]  # code, or a link that Sphinx then reports
-        if target == ROOT / "README.md":
-            return f"[{link['label']}](index.md{link['anchor'] or ''})"
-        if target.parent == PAGES and target.suffix == ".md":
-            return f"[{link['label']}]({target.name}{link['anchor'] or ''})"
+        page = PAGES / "index.md" if target == ROOT / "README.md" else target
+        if page.is_relative_to(PAGES) and page.suffix == ".md":
+            return f"[{link['label']}]({os.path.relpath(page, page_folder)}{link['anchor'] or ''})"
         name = str(target.relative_to(ROOT))
         label = link["label"]
         return label if name.endswith(label.strip("`/")) else f"{label} (`{name}`)"
@@ -46,7 +46,8 @@ def for_the_site(text: str, folder: Path) -> str:
 
 def _read(app: Any, name: str, source: list[str]) -> None:
     """Sphinx's `source-read`: the first page is README.md, followed by the navigation in index.md."""
-    text = for_the_site(source[0], PAGES)
+    folder = (PAGES / name).parent
+    text = for_the_site(source[0], folder, folder)
     source[0] = for_the_site((ROOT / "README.md").read_text(encoding="utf-8"), ROOT) + text if name == "index" else text
 
 
