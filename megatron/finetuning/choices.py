@@ -124,7 +124,9 @@ def choose(
         choices.choose(f"train_epochs: {epochs}{reason}", train_epochs=epochs)
     steps = int(choices.keys.get("train_iters") or epoch_steps * int(choices.keys.get("train_epochs") or 1))
     interval = max(1, steps // 6)
-    choices.choose("", lr_decay_style="cosine", warmup=0.1, weight_decay=0.0, gradient_clipping=1.0)
+    choices.choose("", lr_decay_style="cosine", weight_decay=0.0, gradient_clipping=1.0)
+    if "warmup_iters" not in user_keys:
+        choices.choose("", warmup=0.1)
     validated = math.ceil(valid.tokens / (0.9 * length * args.train_batch_size))
     choices.choose("", eval_interval=interval, eval_iters=max(1, min(validated, 50)))
     if choices.keys["eval_iters"]:

@@ -72,6 +72,7 @@ def test_what_is_given_stays() -> None:
     assert (batch["train_micro_batch_size_per_gpu"], batch["gradient_accumulation_steps"]) == (2, 16)
     assert "save_best" not in chosen(SMALL, CPU, {"eval_iters": 0}).keys
     assert "train_epochs" not in chosen(SMALL, CPU, {"train_iters": 7}).keys
+    assert "warmup" not in chosen(SMALL, CPU, {"warmup_iters": 7}).keys, "one of two keys that exclude each other"
     assert with_defaults({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}, "d": 4}) == {"a": {"b": 1, "c": 3}, "d": 4}
 
 

@@ -28,6 +28,7 @@ class Server:
     """A server of files.
 
     answer_ends: bytes after which answers end. requests: (method, path, first byte). ranges: it can go on.
+    files_afterwards: what it has after a request.
     """
 
     url: str = ""
@@ -35,6 +36,7 @@ class Server:
     answer_ends: list[int] = field(default_factory=list)
     requests: list[tuple[str, str, int]] = field(default_factory=list)
     ranges: bool = True
+    files_afterwards: dict[str, bytes] = field(default_factory=dict)
     status: list[int] = field(default_factory=list)
 
 
@@ -46,15 +48,16 @@ def server() -> Iterator[Server]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            range_header = self.headers.get("Range", "") if state.ranges else ""
+            body = state.files.get(self.path.partition("?")[0])
+            tag = "" if body is None else hashlib.sha256(body).hexdigest()
+            is_same = self.headers.get("If-Range", tag) == tag  # else the whole of what is there now
+            range_header = self.headers.get("Range", "") if state.ranges and is_same else ""
             first_byte = int(range_header.removeprefix("bytes=").partition("-")[0]) if range_header else 0
             state.requests.append((self.command, self.path, first_byte))
-            body = state.files.get(self.path.partition("?")[0])
             usual = 404 if body is None else 200 if not range_header else 206 if first_byte < len(body) else 416
             status = state.status.pop(0) if state.status else usual
             headers: dict[str, Any] = {"Content-Length": 0}
             if status < 400:
-                tag = hashlib.sha256(body).hexdigest()
                 headers = {"Content-Length": len(body) - first_byte, "ETag": tag, "X-Repo-Commit": COMMIT}
             elif status == 416:
                 headers["Content-Range"] = f"bytes */{len(body)}"
@@ -65,6 +68,7 @@ def server() -> Iterator[Server]:
             if self.command == "GET" and status < 400:
                 end = state.answer_ends.pop(0) if state.answer_ends else len(body)
                 self.wfile.write(body[first_byte:end])
+                state.files |= state.files_afterwards
                 if end < len(body):
                     self.close_connection = True
 
@@ -134,6 +138,13 @@ def test_without_a_digest_only_parts_of_the_same_call_count(tmp_path, server):
     with pytest.raises(DownloadError, match="truncated after 300000 of"):
         download(f"{server.url}/x.bin", tmp_path / "y.bin", lambda line: None)
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+
+
+def test_a_file_that_changes_between_two_tries_is_fetched_anew(tmp_path, server):
+    server.files["/x.bin"], server.files_afterwards = BODY, {"/x.bin": BODY[::-1]}
+    server.answer_ends = [300_000]
+    download(f"{server.url}/x.bin", tmp_path / "x.bin", lambda line: None)
+    assert (tmp_path / "x.bin").read_bytes() == BODY[::-1], "not a half of each"
 
 
 def test_another_content_is_refused_and_goes(tmp_path, server):

@@ -119,9 +119,16 @@ class Typist:
 
 
 def sizes_by_script(sizes: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
-    """Returns the keys that each command of a page gets: generate.py those of the model alone."""
+    """Returns the keys that each command of a page gets.
+
+    finetune counts its steps itself, and gets none of the keys for train.py; generate.py those of the model.
+    """
     model_sizes = {key: value for key, value in sizes.items() if key in _MODEL_KEYS}
-    return {"train.py": sizes, "finetune": sizes, "generate.py": model_sizes if "num_layers" in sizes else {}}
+    return {
+        "train.py": sizes,
+        "finetune": {} if "train_iters" in sizes else sizes,
+        "generate.py": model_sizes if "num_layers" in sizes else {},
+    }
 
 
 @dataclass(frozen=True)
