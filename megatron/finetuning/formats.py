@@ -44,6 +44,19 @@ def recognise(row: object, name: str) -> DataFormat:
         row = {"text": row}
     if not isinstance(row, Mapping):
         raise DataError(f"{name}: a row is {type(row).__name__}, not an object with columns; expected are {EXPECTED}")
+    row_format = _format_of(_in_lower_case(row))
+    if row_format is None:
+        raise DataError(f"{name}: the columns {', '.join(row)} are of no known format; expected are {EXPECTED}")
+    convert = row_format.convert
+    return row_format._replace(convert=lambda row: convert(_in_lower_case(row)))
+
+
+def _in_lower_case(row: Row) -> Row:
+    """Returns a row whose columns have names in lower case; of two equal names, the written one counts."""
+    return {**{str(name).lower(): value for name, value in row.items()}, **row}
+
+
+def _format_of(row: Row) -> DataFormat | None:
     if {"chosen", "rejected"} <= row.keys():
         return DataFormat(PAIRS, "pairs of answers (chosen, rejected)", _pair)
     answer = _present(row, _ANSWERS)
@@ -59,7 +72,7 @@ def recognise(row: object, name: str) -> DataFormat:
     text = _present(row, _TEXTS)
     if text is not None:
         return DataFormat(TEXTS, f"texts ({text})", lambda row: {"text": _text(row, text)})
-    raise DataError(f"{name}: the columns {', '.join(row)} are of no known format; expected are {EXPECTED}")
+    return None
 
 
 def prompt_of(row: Row, kind: str) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
               {"messages": [user("Sing.\n\nLow."), assistant("La")]}),
     "question": ({"system": "Brief.", "question": "Why?", "answer": "So."}, CHATS,
                  {"messages": [{"role": "system", "content": "Brief."}, user("Why?"), assistant("So.")]}),
+    "capitals": ({"Question": "Why?", "Answer": "So."}, CHATS, {"messages": [user("Why?"), assistant("So.")]}),
     "completion of messages": ({"prompt": [user("Why?")], "completion": [assistant("So.")]}, CHATS,
                                {"messages": [user("Why?"), assistant("So.")]}),
     "texts of pairs": ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, PAIRS,
