@@ -12,6 +12,7 @@ from megatron.data.files import sha256, write_json
 from megatron.finetuning.preparation import CONFIG, ReadModel, Run, prepare
 from megatron.finetuning.rows import RowSource
 from megatron.neox_arguments import ConfigError, UserError
+from megatron.neox_arguments.neox_args import check_assignments
 from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.process.command_parser import CommandParser
@@ -19,6 +20,8 @@ from megatron.process.command_parser import CommandParser
 _COMMAND = "deepy.py finetune"
 _RECORD = "finetune.json"  # of what a folder is made
 _UNFINISHED = 1  # exit code
+# Keys without a default; they stand for the model's where --set is checked before the model is read.
+_REQUIRED_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
 _EXAMPLES = """\
 examples:
   python deepy.py finetune HuggingFaceTB/SmolLM2-135M-Instruct chats.jsonl
@@ -83,6 +86,8 @@ def _parser() -> CommandParser:
 def _finetune(options: argparse.Namespace, argv: Sequence[str], run: Run, read_model: ReadModel) -> int:
     out = options.output or Path("checkpoints", f"{Path(options.model).name}-{Path(options.data).name.split('.')[0]}")
     source = RowSource(options.data, options.valid, options.split, options.subset)
+    model_keys = [(key, 1, "MODEL") for key in _REQUIRED_KEYS]
+    check_assignments([*model_keys, *parse_overrides(options.set, "--set")])
     inputs = _inputs(options)
     if _is_prepared(out, inputs):
         _say(f"{out / CONFIG} is there already, and is used as it is")
@@ -136,17 +141,29 @@ def _is_prepared(out: Path, inputs: Mapping[str, Any]) -> bool:
     changed = [name for name in {**recorded, **inputs} if recorded.get(name) != inputs.get(name)]
     if not changed or not config.is_file():
         return config.is_file()
-    name = changed[0]
-    change = f"{name}: {recorded.get(name)}, now {inputs.get(name)}"
+    change = _change(changed[0], recorded, inputs)
     if (out / "latest").exists():
-        raise ConfigError([
-            f"{out}: was begun with another {change}; edit {config}, name another folder by --output, or remove this "
-            "one"
-        ])  # fmt: skip
+        remedy = f"edit {config}, or " if changed[0] == "set" else ""
+        raise ConfigError([f"{out}: {change}; {remedy}name another folder by --output, or remove this one"])
     old_config = config.with_suffix(".old.yml")
     config.rename(old_config)
-    _say(f"prepared anew, for another {change}; {old_config} is the configuration of before")
+    _say(f"prepared anew: {change}; {old_config} is the configuration of before")
     return False
+
+
+def _change(name: str, recorded: Mapping[str, Any], inputs: Mapping[str, Any]) -> str:
+    """Returns in words what a fine-tuning was begun with, and what is asked for now. name: of the input."""
+    if name.startswith("digest of "):
+        changed_file = inputs[name.removeprefix("digest of ")]
+        return f"was begun with {changed_file}, which has changed since"
+    if name in ("model", "data") and "/" not in inputs[name] and not Path(inputs[name]).exists():
+        raise ConfigError([f"{name.upper()} {inputs[name]}: no such file or folder"])
+    old, new = ("nothing" if value in (None, {}) else value for value in (recorded.get(name), inputs.get(name)))
+    if name == "set":
+        old, new = (" ".join(f"{key}={value}" for key, value in dict(part or {}).items()) or "nothing"
+                    for part in (recorded.get(name), inputs.get(name)))  # fmt: skip
+    label = name.upper() if name in ("model", "data") else f"--{name.replace('_', '-')}"
+    return f"was begun with {label} {old}, and now it is {new}"
 
 
 def _tell_result(out: Path) -> int:

@@ -5,7 +5,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 
 from megatron.finetuning.choices import GIB, Device
-from megatron.launch.devices import choose_ranks, visible_gpus
+from megatron.launch.devices import choose_ranks, cores, visible_gpus
 from megatron.launch.doctor.devices import read_gpus
 from megatron.mpu.memory import free_host_memory
 from megatron.neox_arguments import ConfigError
@@ -18,7 +18,7 @@ def this_device(num_gpus: int | None) -> Device:
     ranks, names = choose_ranks(visible_gpus(os.environ), num_gpus)
     if not names:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Device(f"this CPU with {os.cpu_count()} cores", ranks, free_host_memory(total) // ranks, False, False)
+        return Device(f"this CPU with {cores()} cores", ranks, free_host_memory(total) // ranks, False, False)
     # In a process of its own: what it allocates on the GPUs must be gone before the run begins.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         gpus = pool.submit(read_gpus, names).result()

@@ -32,7 +32,8 @@ _CHOSEN = ("seq_length", "precision", "load")  # keys of the model that a fine-t
 _OWN_KEYS = ("save", "load", "finetune")
 _COLUMNS = {CHATS: ("messages",), PAIRS: ("chosen", "rejected"), JUDGED: ("completion",), TEXTS: ("text",)}
 _SIDES = {"chosen": "pos_", "rejected": "neg_"}
-_FEW_ROWS = 50
+_FEW_ROWS = 200
+_NOUNS = {CHATS: "chats", PAIRS: "pairs", JUDGED: "judged answers", TEXTS: "texts"}
 
 
 def prepare(
@@ -60,11 +61,14 @@ def prepare(
     except DataError as problem:
         raise ConfigError([str(problem)]) from problem
     kind = rows.format.kind
-    say(f"{source.data}: {rows.format.description}; {rows.train} rows to train, {rows.valid} to validate")
+    say(f"{source.data}: {rows.format.description}; {rows.train} {_NOUNS[kind]} to train, {rows.valid} to validate")
     if rows.bad:
         say(f"WARNING: rows left out: {rows.bad}; the first: {rows.problem}")
     if rows.train < _FEW_ROWS and kind != TEXTS:
-        say(f"WARNING: {rows.train} rows are few; a model learns little from less than some hundreds")
+        say(
+            f"WARNING: {rows.train} {_NOUNS[kind]} are few; a model learns little from less than some hundreds; more "
+            "epochs help (--set train_epochs=5)"
+        )
     tokenizer = build_tokenizer(args)
     template = None if kind == TEXTS else _template(chat_template, args, tokenizer, out, say)
     _tokenise(run, kind, out / DATA, keys_of_model, rows.train, template)

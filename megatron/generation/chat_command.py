@@ -84,5 +84,7 @@ def _chat(options: argparse.Namespace, process: Process) -> None:
         name, process, logger, iteration=options.iteration, chat_template=options.chat_template,
         precision=options.precision, adapter=options.adapter, keys=keys,
     )  # fmt: skip
+    if sys.stdin is not None and sys.stdin.isatty():
+        print("chat: an empty line ends the conversation", file=sys.stderr)
     converse(chat.model)
     destroy_process_group()

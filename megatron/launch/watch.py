@@ -178,7 +178,8 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
             if peers is not None:
                 received += peers.signals()
             while passed_on < len(received) and not _too_early(ranks, received[passed_on], start):
-                say(f"deepy.py: {_signal_name(received[passed_on])}: passed on to {len(ranks)} ranks")
+                number = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+                say(f"deepy.py: {_signal_name(received[passed_on])}: passed on to {number}")
                 for rank in ranks:
                     rank.signal(received[passed_on])
                 passed_on += 1

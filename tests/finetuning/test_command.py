@@ -113,6 +113,14 @@ def test_a_model_is_tuned_and_talks(models: dict[str, Path], tmp_path: Path, cas
     assert scripts.ran[ran:] == [["deepy.py", "train.py", str(out / "finetune.yml")]]
     assert len((out / "logs" / "metrics.jsonl").read_text().splitlines()) == len(rows)
 
+    # more steps, written into the file, go on from there
+    config = out / "finetune.yml"
+    config.write_text(config.read_text().replace("train_iters: 4", "train_iters: 6"))
+    code, printed, err = finetune(scripts, *words)
+    assert code == 0 and "best model" in printed, printed + err
+    rows = [json.loads(line) for line in (out / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["iteration"] == 6
+
 
 def test_the_configuration_is_train_pys(models: dict[str, Path], tmp_path: Path) -> None:
     """An interrupted preparation begins again; a finished one, edited, stays as it is."""
@@ -148,10 +156,15 @@ def test_another_fine_tuning_is_refused(models: dict[str, Path], tmp_path: Path)
     (out / "latest").write_text("global_step1")
     config = (out / "finetune.yml").read_bytes()
     write(tmp_path / "data.jsonl", list(ROWS["chats"][:9]))
-    for changed, name in ((words, "digest of data"), ([models["base"], *words[1:]], "model"),
-                          ([*words, "--set", "seed=3"], "set")):  # fmt: skip
+    for changed, message in (
+        (words, f"begun with {data}, which has changed since; name another folder"),
+        ([models["base"], *words[1:]], f"MODEL {models['chat']}, and now it is {models['base']}"),
+        ([*words, "--set", "seed=3"], "--set nothing, and now it is seed=3; edit "),
+        ([*words, "--set", "sead=3"], "sead: unknown key; did you mean seed?"),
+        ([words[0], "none.jsonl", *words[2:]], "DATA none.jsonl: no such file"),
+    ):
         code, _, err = finetune(scripts, *changed)
-        assert code == 1 and f"another {name}" in err and str(out) in err
+        assert code == 1 and message in err and len(err.splitlines()) == 1, err
     assert (out / "finetune.yml").read_bytes() == config
     (out / "latest").unlink()  # nothing is trained yet
     code, printed, _ = finetune(scripts, *words, "--set", "seed=3")

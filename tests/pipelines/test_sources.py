@@ -140,7 +140,7 @@ def test_without_a_digest_only_parts_of_the_same_call_count(tmp_path, server):
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
 
 
-def test_a_file_that_changes_between_two_tries_is_fetched_anew(tmp_path, server):
+def test_a_file_that_changes_between_two_tries_is_downloaded_from_its_beginning(tmp_path, server):
     server.files["/x.bin"], server.files_afterwards = BODY, {"/x.bin": BODY[::-1]}
     server.answer_ends = [300_000]
     download(f"{server.url}/x.bin", tmp_path / "x.bin", lambda line: None)

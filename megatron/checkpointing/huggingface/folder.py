@@ -76,7 +76,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     hub = text.removeprefix(_PREFIX)
     hub, _, named_revision = hub.partition("@")
     revision = revision or named_revision or None
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub) or hub.startswith("."):
+    is_path = not text.startswith(_PREFIX) and "/" in text and Path(text).parent.is_dir()  # such as checkpoints/x
+    if is_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub) or hub.startswith("."):
         raise CheckpointError(f"{text}: no such folder, and no name on the Hub (ORG/NAME)")
     try:
         from huggingface_hub import snapshot_download

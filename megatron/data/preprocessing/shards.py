@@ -47,7 +47,7 @@ class InputRow:
         if not isinstance(self.content, bytes):
             return self.content
         try:
-            return json.loads(self.content.decode("utf-8"))
+            return json.loads(self.content.decode("utf-8").rstrip())
         except UnicodeDecodeError as problem:
             raise DataError(f"{self.location()}: not UTF-8 ({problem.reason} at byte {problem.start})") from None
         except json.JSONDecodeError as problem:

@@ -4,6 +4,7 @@ import argparse
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,7 +163,9 @@ def parse_deepy(
     parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
-        raise ConfigError([f"{parsed.user_script}: no such script; usage: deepy.py SCRIPT CONF [CONF ...]"])
+        close = get_close_matches(parsed.user_script.replace("-", ""), commands, 1)
+        hint = f"did you mean {close[0]}?" if close else "usage: deepy.py SCRIPT CONF [CONF ...]"
+        raise ConfigError([f"{parsed.user_script}: no such script; {hint}"])
     assignments, presets = _assignments(parsed, read_hf_model), list[str]()
     if parsed.neox_args is not None:
         args = _read_resolved(parsed.neox_args)
