@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, load_weights
-from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, transformers_model
+from megatron.checkpointing.huggingface import HFFolder, export_hf, find_hf, import_hf, transformers_model
 from megatron.checkpointing.huggingface.importing import import_plan
 from megatron.checkpointing.huggingface.logit_check import compare_logits
 from tests.checkpointing.family_models import VOCAB
@@ -121,3 +121,10 @@ def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="vocab.json has 1025 token ids, but the embedding has 1024 rows"):
         import_plan(HFFolder(folder))
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_path_to_nothing_is_no_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="checkpoints/nope: no such folder"):
+        find_hf("checkpoints/nope")

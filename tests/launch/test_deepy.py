@@ -53,6 +53,7 @@ def test_print_config_starts_nothing(run_deepy: RunDeepy, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("words", "facts"), [
     (("nothing.py", "model.yml"), ["nothing.py: no such script"]),
+    (("fine-tune", "model.yml"), ["fine-tune: no such script; did you mean finetune?"]),
     (("script.py", "model.yml", "--set", "hidden_sice=9"), ["hidden_sice", "hidden_size"]),
     (("script.py", "model.yml", "--num_gpus", "3", "--set", "model_parallel_size=2"), ["3 ranks", "2"]),
     (("script.py", "model.yml", "--include", "localhost:0"), ["include", "localhost:0"]),
