@@ -113,7 +113,7 @@ class Typist:
         )  # fmt: skip
         if done.returncode:
             raise CommandFailed(f"{shlex.join(command)}\n{done.stdout}")
-        if command[1:2] == ["deepy.py"] and command[2] in ("train.py", "finetune"):
+        if command[1:2] == ["deepy.py"] and command[2] in ("train.py", "finetune") and "--prepare-only" not in command:
             self.seconds += time.monotonic() - start
             self.log += done.stdout.splitlines()
 
@@ -226,7 +226,11 @@ def write_stand_ins(
         ],
         "preferences/data/train-00000-of-00001.jsonl": pairs[:120],
         "gsm8k.jsonl": [
-            {"question": f"What is {a} + {b}? Say only the number.", "answer": f"#### {a + b}"} for a, b in sums
+            {
+                "question": f"Ann has {a} coins and gets {b} more. How many has she? Say only the number.",
+                "answer": f"#### {a + b}",
+            }
+            for a, b in sums
         ],
         "tofu/forget10.json": questions[:one_third][:80],
         "tofu/retain90.json": questions[one_third:][:320],
