@@ -71,6 +71,25 @@ def parse(text: str) -> Formula:
     return formula
 
 
+def is_number(formula: Formula) -> bool:
+    """Returns whether a formula is a number as one writes it, and not a calculation.
+
+    It may have a sign, be a fraction or a percentage, or end in a power of ten.
+    """
+    left, right = (*formula.parts, None, None)[:2]
+    if formula.operation == "number":
+        return True
+    if left is None or right is None:
+        return False
+    if formula.operation == "-":  # as the parser has a sign
+        return left == Formula("number") and is_number(right)
+    if formula.operation == "^":
+        return left == Formula("number", number=Fraction(10)) and is_number(right)
+    if formula.operation == "*":
+        return is_number(left) and right.operation == "^" and is_number(right)
+    return formula.operation == "/" and is_number(left) and right.operation == "number"
+
+
 def _tokens(text: str) -> list[tuple[str, str]]:
     # The braces of x_{1} are parentheses by now.
     text = re.sub(r"_\((\w+)\)", r"_{\1}", text)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from megatron.methods.reinforcement.rewards.equality import NotRational, Undefined, equal, rational
-from megatron.methods.reinforcement.rewards.formulas import NoFormula, parse
+from megatron.methods.reinforcement.rewards.formulas import Formula, NoFormula, is_number, parse
 from megatron.methods.reinforcement.rewards.programs import prepare_programs, run_program
 
 Columns = Mapping[str, Any]
@@ -46,12 +46,13 @@ def exact_match(completion: str, columns: Columns) -> float:
 def arithmetic(completion: str, columns: Columns) -> float:
     """Returns 1 if the completion's answer equals the row's `answer` as a rational number, else 0.
 
-    Raises ValueError if the row's answer is not a number.
+    A calculation such as 5 + 7 is no answer: a model would learn to repeat the question's. Raises ValueError
+    if the row's answer is neither a number nor a calculation.
     """
     expected = _number(_expected(columns))
     if expected is None:
         raise ValueError(f"the prompt row's field answer is {_expected(columns)[:40]!r}, which is not a number")
-    return float(_number(completion) == expected)
+    return float(_number(completion, is_number) == expected)
 
 
 def expression(completion: str, columns: Columns) -> float:
@@ -167,16 +168,19 @@ def _text(text: str) -> str:
     return unicodedata.normalize("NFC", text).strip()
 
 
-def _number(text: str) -> Fraction | None:
+def _number(text: str, accepts: Callable[[Formula], bool] = lambda formula: True) -> Fraction | None:
     """Converts the marked answer in a text, or the full text, to a number.
 
-    If it is not a number as a whole, its last number is taken; None if it has none.
+    If it is not a number as a whole, its last number is taken. None if it has none, or if `accepts` is false
+    for it.
     """
     text = answer(text)
     last = [match.group() for match in _NUMBER.finditer(text[-10_000:])][-1:]
     for part in (text, *last):
         try:
-            return rational(parse(part), {})
+            formula = parse(part)
+            value = rational(formula, {})
+            return value if accepts(formula) else None
         except Undefined:
             return None
         except (NoFormula, NotRational):
