@@ -166,8 +166,8 @@ SMALL_RUNS = {
     ),
     "grpo-arithmetic": SmallRun(
         "checkpoints/grpo", ("train/reward", "train/entropy"),
-        {**_CPU, "seq_length": "64", "train_iters": "12", "train_batch_size": "32", "warmup_iters": "0",
-         "train_micro_batch_size_per_gpu": "32", "rollout.max_completion_length": "16", "optimizer.params.lr": "2e-5"},
+        {**_CPU, "seq_length": "64", "train_iters": "20", "train_batch_size": "32", "warmup_iters": "0",
+         "train_micro_batch_size_per_gpu": "32", "rollout.max_completion_length": "8", "optimizer.params.lr": "2e-5"},
     ),
     "unlearning-tofu": SmallRun(
         "checkpoints/tofu-forgotten", ("train/ga_actual_loss", "train/gd_retain_loss"),
@@ -215,7 +215,7 @@ def write_stand_ins(
     chats: of a question and an answer each. folder: has a `tokenizer.json`.
     """
     questions = [{"question": chat[-2]["content"], "answer": chat[-1]["content"]} for chat in chats]
-    sums = [(a, b) for a in range(2, 22) for b in range(3, 43, 4)]
+    sums = [(a, b) for a in range(1, 6) for b in range(1, 5)]
     one_third, half = len(chats) // 3, len(texts) // 2
     parts: dict[str, Sequence[Mapping[str, object]]] = {
         "smoltalk/data/train-00000-of-00001.jsonl": [{"messages": chat} for chat in chats[:300]],

@@ -173,7 +173,7 @@ def test_seeds_choices_and_stops(client: openai.OpenAI) -> None:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).model_extra == {"max_model_len": POSITIONS}
+    assert client.models.retrieve(NAME).model_extra == {"dtype": "float32", "max_model_len": POSITIONS}
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4' here.* 'tiny-llama'"):
         client.models.retrieve("gpt-4")
 
