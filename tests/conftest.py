@@ -3,6 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suite")
     group.addoption("--changed", action="store_true", help="leave out what no change since the last full run touches")
-    group.addoption("--forked", action="store_true", help="run each test in a process of its own")
     group.addoption("--record", action="store_true", help="write tests/last_full_run.json")
+    with suppress(ValueError):  # an environment of before still has pytest-forked, and its option of this name
+        group.addoption("--forked", action="store_true", help="run each test in a process of its own")
 
 
 def pytest_configure(config: pytest.Config) -> None:
