@@ -124,8 +124,8 @@ def choose(
         choices.choose(f"train_epochs: {epochs}{reason}", train_epochs=epochs)
     steps = int(choices.keys.get("train_iters") or epoch_steps * int(choices.keys.get("train_epochs") or 1))
     interval = max(1, steps // 6)
-    choices.choose("", lr_decay_style="cosine", weight_decay=0.0, gradient_clipping=1.0)
-    choices.choose("", override_lr_scheduler=True)  # more epochs, written into finetune.yml later, count
+    # override_lr_scheduler: more epochs, written into finetune.yml later, count.
+    choices.choose("", lr_decay_style="cosine", override_lr_scheduler=True, weight_decay=0.0, gradient_clipping=1.0)
     if "warmup_iters" not in user_keys:
         choices.choose("", warmup=0.1)
     validated = math.ceil(valid.tokens / (0.9 * length * args.train_batch_size))

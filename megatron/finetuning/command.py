@@ -141,6 +141,9 @@ def _is_prepared(out: Path, inputs: Mapping[str, Any]) -> bool:
     changed = [name for name in {**recorded, **inputs} if recorded.get(name) != inputs.get(name)]
     if not changed or not config.is_file():
         return config.is_file()
+    for name in ("model", "data"):
+        if "/" not in inputs[name] and not Path(inputs[name]).exists():  # names on the Hub have a slash
+            raise ConfigError([f"{name.upper()} {inputs[name]}: no such file or folder"])
     change = _change(changed[0], recorded, inputs)
     if (out / "latest").exists():
         remedy = f"edit {config}, or " if changed[0] == "set" else ""
@@ -156,14 +159,15 @@ def _change(name: str, recorded: Mapping[str, Any], inputs: Mapping[str, Any]) -
     if name.startswith("digest of "):
         changed_file = inputs[name.removeprefix("digest of ")]
         return f"was begun with {changed_file}, which has changed since"
-    if name in ("model", "data") and "/" not in inputs[name] and not Path(inputs[name]).exists():
-        raise ConfigError([f"{name.upper()} {inputs[name]}: no such file or folder"])
-    old, new = ("nothing" if value in (None, {}) else value for value in (recorded.get(name), inputs.get(name)))
-    if name == "set":
-        old, new = (" ".join(f"{key}={value}" for key, value in dict(part or {}).items()) or "nothing"
-                    for part in (recorded.get(name), inputs.get(name)))  # fmt: skip
     label = name.upper() if name in ("model", "data") else f"--{name.replace('_', '-')}"
-    return f"was begun with {label} {old}, and now it is {new}"
+    return f"was begun with {label} {_words(recorded.get(name))}, and now it is {_words(inputs.get(name))}"
+
+
+def _words(value: str | Mapping[str, Any] | None) -> str:
+    """Returns an input as it is typed; `set` is a mapping."""
+    if isinstance(value, Mapping):
+        value = " ".join(f"{key}={part}" for key, part in value.items())
+    return value or "nothing"
 
 
 def _tell_result(out: Path) -> int:

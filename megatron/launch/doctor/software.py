@@ -103,7 +103,8 @@ def deepspeed_check(release: str | None) -> Check:
     release: the installed version; None if it is not installed.
     """
     if release is None:
-        return Check("deepspeed", "ok", "not installed; engine: deepspeed and the launchers pdsh and openmpi need it")
+        users = "engine: deepspeed and the launchers pdsh, openmpi and mvapich"
+        return Check("deepspeed", "ok", f"not installed; {users} need it")
     problem = wrong_deepspeed(release)
     if problem is not None:
         return failed("deepspeed", problem, FIX)

@@ -34,7 +34,7 @@ const visible = () => plots().map(shown);
 async function painted() {
   const glyph = (plot, part) => Bokeh.index.get(plot)?.views.find_one(part)?.glyph;
   const glyphs = plot => plot.renderers.filter(part => part.visible).map(part => glyph(plot, part));
-  while (!plots().flatMap(glyphs).every(found => found?.sx)) await wait(50);
+  while (!plots().flatMap(glyphs).every(glyph => glyph?.sx)) await wait(50);
 }
 const rgb = text => text.match(/[\\d.]+/g).map(Number);
 const luminance = color => color.slice(0, 3).map(c => c / 255)
@@ -70,17 +70,17 @@ function overflowing() {  // what reaches over the window, or is hidden by its b
   }).map(place);
 }
 async function ask() {
-  const found = {title: document.title, width: document.documentElement.scrollWidth};
-  found.window_width = innerWidth;
-  found.overflowing = overflowing();
-  found.low_contrast = texts().filter(node => contrast(node) < 4.5)
+  const findings = {title: document.title, width: document.documentElement.scrollWidth};
+  findings.window_width = innerWidth;
+  findings.overflowing = overflowing();
+  findings.low_contrast = texts().filter(node => contrast(node) < 4.5)
     .map(node => contrast(node).toFixed(2) + " " + place(node));
-  found.text = document.body.innerText;
+  findings.text = document.body.innerText;
   const drawn = typeof Bokeh !== "undefined";
   while (drawn && !Bokeh.documents.length) await wait(50);  // embedding goes on beside
   if (drawn && Bokeh.documents[0].roots().length) {
     await painted();
-    found.plots = visible();
+    findings.plots = visible();
     for (const box of document.querySelectorAll("[data-plots], [data-event]")) box.click();
     for (const choice of document.querySelectorAll("[data-map]")) {
       choice.selectedIndex = choice.options.length - 1;
@@ -88,17 +88,18 @@ async function ask() {
     }
     await wait(500);
     await painted();
-    found.clicked = visible();
+    findings.clicked = visible();
     const [first] = Bokeh.documents[0].roots();
-    [first.x_range.start, first.x_range.end] = [found.plots[0].from, (found.plots[0].from + found.plots[0].to) / 2];
+    const {from, to} = findings.plots[0];
+    [first.x_range.start, first.x_range.end] = [from, (from + to) / 2];
     await wait(500);
-    found.zoomed = visible().map(plot => plot.to);
+    findings.zoomed = visible().map(plot => plot.to);
   }
-  found.loaded = performance.getEntriesByType("resource").map(entry => entry.name);
-  found.problems = window.problems;
+  findings.loaded = performance.getEntriesByType("resource").map(entry => entry.name);
+  findings.problems = window.problems;
   const node = document.createElement("pre");
-  node.id = "found";
-  node.textContent = JSON.stringify(found);
+  node.id = "findings";
+  node.textContent = JSON.stringify(findings);
   document.body.append(node);
   if (parent !== window) parent.postMessage(node.textContent, "*");
 }
@@ -112,7 +113,7 @@ _FRAME = """<!DOCTYPE html><html><head><title>frame</title></head><body>
 <script>
 addEventListener("message", event => {{
   const node = document.createElement("pre");
-  node.id = "found";
+  node.id = "findings";
   node.textContent = event.data;
   document.body.append(node);
 }});
@@ -152,7 +153,7 @@ def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
          "--enable-logging=stderr", "--v=0", f"--window-size={width},2000", "--dump-dom", copy.as_uri()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    match = re.search(r'<pre id="findings">(.*?)</pre>', done.stdout, re.S)
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
     assert match is not None, f"{title and title[1]}\n{done.stderr[-3000:]}"
     answers: dict[str, Any] = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
