@@ -116,9 +116,16 @@ class Rank:
             os.killpg(self.process.pid, number)
 
 
-def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank:
+def start_rank(
+    index: int,
+    world_size: int,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: LogFile,
+    descriptors: Sequence[int] = (),
+) -> Rank:
     """Starts one rank in its own session. Its stdout and stderr go into one stream, which the caller must
-    read."""
+    read. descriptors: open files that it inherits."""
     terminal = index == 0 and os.isatty(sys.stdout.fileno())
     env = {**env, TERMINAL_LOG: str(log.path) if terminal else ""}
     reader, writer = _terminal() if terminal else os.pipe()
@@ -127,6 +134,7 @@ def start_rank(index: int, world_size: int, command: Sequence[str], env: Mapping
         process = subprocess.Popen(
             list(command), env=dict(env), stdin=None if index == 0 else subprocess.DEVNULL, stdout=writer,
             stderr=writer, start_new_session=True, preexec_fn=die_with_parent(signal.SIGKILL),
+            pass_fds=descriptors,
         )  # fmt: skip
     except BaseException:
         os.close(reader)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +22,14 @@ from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignme
 from megatron.launch.manual_nodes import is_pod
 from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
-from megatron.launch.run import Run, make_folders, write_args_file
+from megatron.launch.run import Run, log_dir_of, make_folders, write_args_file
 from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
+from megatron.launch.spares import SpareRanks
 from megatron.launch.typed_variables import check_world, resolve_main_node
-from megatron.launch.watch import Outcome, record_signals, watch_ranks
+from megatron.launch.watch import FIRST_START, Attempt, Outcome, record_signals, watch_ranks
 from megatron.process import say
+from megatron.process.metrics_file import METRICS_FILE, read_metrics
+from megatron.process.run_files import Problems
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -47,8 +52,9 @@ def launch(
     """Runs `script` with the configuration `args` and returns the exit code of the run. With torchrun this
     call does not return.
 
-    A failed run is started again up to `max_restarts` times, on all machines together. Ranks find the number
-    of restarts in NEOX_RESTARTS. They read the resolved args from the file
+    A failed run is started again up to `max_restarts` times, on all machines together, if possible by ranks
+    that waited (`spares`). Ranks find the number of restarts in NEOX_RESTARTS, and the reason of the last one
+    in NEOX_RESTART_CAUSE. They read the resolved args from the file
     `<log_dir>/neox_args.<script>.*.json`, which the flag `--neox-args` names.
 
     silent: whether only failures are shown, as with the flag `--quiet`.
@@ -63,22 +69,26 @@ def launch(
     if run.launcher not in ("local", "nodes"):
         return _start(run)
     rendezvous = LauncherRendezvous(run, args.rendezvous_timeout_s) if run.launcher == "nodes" else None
-    saved, restarts = _latest(args), 0
-    while True:
-        may_restart = restarts < args.max_restarts
-        if rendezvous is None:
-            write_args_file(run)
-            outcome = run_local(run, restarts, may_restart, silent)
-        else:
-            outcome = run_node(run, rendezvous, restarts, may_restart, silent)
-        if not outcome.repeatable or restarts == args.max_restarts:
-            return _exit_code(args, outcome)
-        restarts += 1
-        say(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}")
-        if _latest(args) != saved and (args.restart or args.iteration is not None):
-            # These keys apply to the first start only: the run has saved since, and resumes from there.
-            args = args.replace(restart=False, iteration=None)
-        run = plan(script, args, script_args, node_rank, hosts, args_file=run.args_file)
+    saved, started, attempt = _latest(args), time.time(), FIRST_START
+    with ExitStack() as at_end:
+        spares = at_end.enter_context(closing(SpareRanks())) if args.max_restarts and args.spare_ranks else None
+        while True:
+            attempt = replace(attempt, may_restart=attempt.number < args.max_restarts, silent=silent, spares=spares)
+            if rendezvous is None:
+                write_args_file(run)
+                outcome = run_local(run, attempt)
+            else:
+                outcome = run_node(run, rendezvous, attempt)
+            if not outcome.repeatable or not attempt.may_restart:
+                if attempt.number:
+                    _say_share_of_steps(run, attempt.number, started)
+                return _exit_code(args, outcome)
+            attempt = replace(attempt, number=attempt.number + 1, cause=outcome.reason)
+            say(f"deepy.py: restart {attempt.number} of {args.max_restarts} after {outcome.reason}")
+            if _latest(args) != saved and (args.restart or args.iteration is not None):
+                # These keys apply to the first start only: the run has saved since, and resumes from there.
+                args = args.replace(restart=False, iteration=None)
+            run = plan(script, args, script_args, node_rank, hosts, args_file=run.args_file)
 
 
 def dry_run(
@@ -207,6 +217,25 @@ def _exit_code(args: "NeoXArgs", outcome: Outcome) -> int:
     return 128 + outcome.signal
 
 
+def _say_share_of_steps(run: Run, restarts: int, started: float) -> None:
+    """Prints how much of the time since `started` (seconds since 1970) was spent in steps that count. A step
+    that a restart has repeated counts once."""
+    try:
+        rows = list(read_metrics(log_dir_of(run.args) / METRICS_FILE, Problems()))
+    except OSError:
+        rows = []
+    seconds, previous = 0.0, 0
+    for row in rows:
+        if row.get("runtime/start_time", 0) >= started:
+            seconds += (row["iteration"] - previous) * row.get("runtime/iteration_time", 0.0)
+        previous = row["iteration"]
+    total, plural = time.time() - started, "s" * (restarts > 1)
+    say(
+        f"deepy.py: {restarts} restart{plural}; {seconds:.0f} s of {total:.0f} s ({seconds / total:.1%}) were steps "
+        "that count"
+    )
+
+
 def _latest(args: "NeoXArgs") -> int | None:
     """Returns the time of the run's last checkpoint, in ns since 1970; None before the first checkpoint."""
     try:
@@ -215,32 +244,25 @@ def _latest(args: "NeoXArgs") -> int | None:
         return None
 
 
-def run_local(run: Run, restarts: int = 0, will_restart: bool = False, silent: bool = False) -> Outcome:
+def run_local(run: Run, attempt: Attempt = FIRST_START) -> Outcome:
     """Starts all ranks of a run that uses this machine alone, watches them to the end and returns the
     outcome.
-
-    restarts: number of restarts so far.
-    will_restart: whether the caller starts the run again after a repeatable failure.
-    silent: whether only failures are shown.
 
     Raises LaunchError if the port is in use.
     """
     assignment = RankAssignment(0, run.world_size, _port(run.master_port))
-    ranks = environments(run, assignment, restarts)
-    return watch_ranks(run.command, ranks, run.log_dir, will_restart=will_restart, silent=silent)
+    ranks = environments(run, assignment, attempt)
+    return watch_ranks(run.command, ranks, run.log_dir, attempt=attempt)
 
 
-def run_node(
-    run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False, silent: bool = False
-) -> Outcome:
+def run_node(run: Run, rendezvous: LauncherRendezvous, attempt: Attempt) -> Outcome:
     """Waits for the launchers of all machines, then starts this machine's ranks and watches them. Returns the
     outcome once the run has ended on all machines.
 
-    restarts: number of restarts so far. will_restart: whether the caller starts the run again after a
-    repeatable failure. silent: whether only failures are shown. Raises LaunchError if a machine does not
-    join, and ConfigError if the layout does not fit the number of ranks.
+    Raises LaunchError if a machine does not join, and ConfigError if the layout does not fit the number of
+    ranks.
     """
-    assignment = rendezvous.assemble(restarts)
+    assignment = rendezvous.assemble(attempt.number)
     try:
         write_args_file(run.for_world(assignment.world_size))
     except BaseException:
@@ -252,18 +274,21 @@ def run_node(
             f"deepy.py: node {run.node_rank} runs ranks {ranks} of {assignment.world_size}; their output is in "
             f"{run.log_dir}, and node 0 shows the output of rank 0"
         )
-    ranks_env = environments(run, assignment, restarts)
-    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart, silent))
+    ranks_env = environments(run, assignment, attempt)
+    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, attempt))
 
 
-def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:
+def environments(run: Run, assignment: RankAssignment, attempt: Attempt = FIRST_START) -> list[dict[str, str]]:
     """Returns the environment variables of each rank on this machine: those of this process, and the rank,
     world size and GPUs.
 
-    OMP_NUM_THREADS is set unless the user has set it. restarts: number of restarts so far, for NEOX_RESTARTS.
+    OMP_NUM_THREADS is set unless the user has set it.
     """
     first_rank, world_size, port = assignment.first_rank, assignment.world_size, assignment.port
-    base, count = {**os.environ, "NEOX_RESTARTS": str(restarts)}, run.node.ranks or 0
+    base, count = {**os.environ, "NEOX_RESTARTS": str(attempt.number)}, run.node.ranks or 0
+    base["NEOX_RESTART_CAUSE"] = attempt.cause
+    if attempt.spares is not None and attempt.may_restart:
+        base.update(attempt.spares.variables)
     if run.node.devices:
         base["CUDA_VISIBLE_DEVICES"] = ",".join(run.node.devices)
     if count > 1:

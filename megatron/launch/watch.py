@@ -5,7 +5,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,14 +14,16 @@ from types import FrameType
 from typing import Protocol
 
 from megatron.launch.ranks import FATAL, STACK, TAIL_BYTES, Rank, start_rank
+from megatron.launch.spares import SpareRanks
 from megatron.process import STACKS_SIGNAL, LogFile, say, take_early_signals
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
+RESTART_GRACE_S = 1.0  # the same, if the run starts again: the ranks wait for one that is gone
 POLL_S = 0.1
 # A rank that prints a traceback and is still alive after this long has handled it.
 TRACEBACK_S = 5.0
-STOPPED_S = 10.0  # a rank may be stopped (SIGSTOP) this long while the launcher runs
+STOPPED_S = 8.0  # a rank may be stopped (SIGSTOP) this long while the launcher runs
 SUSPENDED_S = 5.0  # a longer pause between two looks means that the launcher was stopped too
 STARTING_S = 30.0  # USR1 is held back this long until ranks handle it; Python may come from a slow file system
 PYTHON_S = 5.0  # Ctrl-C is held back this long, not longer: a script without handlers shall get it too
@@ -47,6 +49,26 @@ class Outcome:
     repeatable: bool = False
     log: str = ""  # path of the failed rank's log
     signal: int = 0  # one that was passed on to ranks, on this machine or another; 0: none
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's ranks.
+
+    number: of restarts so far. cause: why the ranks were started again, in words.
+    may_restart: whether the run starts again after a repeatable failure.
+    silent: whether only failures are shown.
+    spares: processes that may become ranks; None: every rank is a new process.
+    """
+
+    number: int = 0
+    cause: str = ""
+    may_restart: bool = False
+    silent: bool = False
+    spares: SpareRanks | None = None
+
+
+FIRST_START = Attempt()
 
 
 class PeerLaunchers(Protocol):
@@ -91,8 +113,7 @@ def watch_ranks(
     environments: Sequence[Mapping[str, str]],
     log_dir: Path,
     peers: PeerLaunchers | None = None,
-    will_restart: bool = False,
-    silent: bool = False,
+    attempt: Attempt = FIRST_START,
 ) -> Outcome:
     """Runs `command` once per environment, each with its RANK, and returns the outcome.
 
@@ -104,18 +125,24 @@ def watch_ranks(
     SIGTERM, SIGINT and SIGUSR1 are passed on to every rank.
 
     peers: the launchers of other machines; the run then ends when it has ended on every machine.
-    will_restart: whether the caller starts the run again after a repeatable failure. Stdout then gets one
-        line with the rank and its log, and no traceback, because the run continues.
-    silent: whether stdout gets rank 0's last output only, and only if the run fails.
+    attempt: how this start of the ranks differs from others. If it may be followed by a restart, stdout gets
+        one line with the failed rank and its log, and no traceback, because the run continues.
     """
+    spares = attempt.spares
     ranks: list[Rank] = []
     complain = cache(lambda text: say(f"deepy.py: warning: {text}"))  # once: all logs are on one disk
+
+    def renew() -> None:
+        if spares is not None and attempt.may_restart:
+            spares.renew(command, environments, ranks)
+
     with record_signals() as received:
         try:
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
-                ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            outcome = _watch(ranks, received, _Screen(will_restart, silent), peers)
+                spare = spares.take(command, env, log) if spares is not None else None
+                ranks.append(spare or start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
+            outcome = _watch(ranks, received, _Screen(attempt.may_restart, attempt.silent), peers, renew)
             return replace(outcome, signal=received[0]) if received else outcome
         finally:
             _end(ranks)
@@ -162,12 +189,19 @@ class _Screen:
         self.show(rank)
 
 
-def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerLaunchers | None) -> Outcome:
+def _watch(
+    ranks: list[Rank],
+    received: list[int],
+    screen: _Screen,
+    peers: PeerLaunchers | None,
+    renew_spares: Callable[[], None],
+) -> Outcome:
     """Forwards output and signals until all ranks have ended, one has failed, or one is stopped. Returns the
     outcome.
 
     received: list of signals, which a handler extends as they arrive.
     peers: the launchers of other machines, if there are any.
+    renew_spares: called often; starts spares once ranks have taken a step.
     """
     passed_on, last_look, reported_done = 0, time.monotonic(), False
     start = last_look
@@ -208,6 +242,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
             result = peers.outcome() if peers is not None else None
             if result is not None:
                 return _end_as(result, ranks, screen)
+            renew_spares()
             last_look, last = time.monotonic(), last_look
             if last_look - last > SUSPENDED_S:
                 for rank in ranks:
@@ -244,8 +279,9 @@ def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
 
 def _end_as(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     """Ends this machine's ranks because the run has ended, shows the outcome of the run, and returns it."""
-    _end(ranks)
-    if screen.quiet and outcome.repeatable:
+    will_restart = screen.quiet and outcome.repeatable
+    _end(ranks, grace_s=RESTART_GRACE_S if will_restart else GRACE_S)
+    if will_restart:
         screen.show_until_traceback(ranks[0])
         say(f"deepy.py: {outcome.reason}; its output is in {outcome.log} on that machine")
         return outcome
@@ -292,17 +328,21 @@ def _first_failed(ranks: list[Rank], failed: Rank) -> Rank:
     - the rank `failed`.
     """
     suspect = _suspect(ranks)
-    if suspect is not None:
+    if suspect is not None and _killed(ranks) is None:
         deadline = time.monotonic() + GRACE_S
         while suspect.process.poll() is None and time.monotonic() < deadline:
             suspect.read()
             time.sleep(0.02)
     for rank in ranks:
         rank.read_all()
-    killed = next((rank for rank in ranks if rank.ending_signal() not in (0, *CRASHES)), None)
     exited = (rank for rank in ranks if rank.process.poll() == 1)
     refused = next((rank for rank in exited if not rank.traceback_at and not rank.is_overdue()), None)
-    return killed or refused or (suspect if suspect is not None and suspect.process.poll() else failed)
+    return _killed(ranks) or refused or (suspect if suspect is not None and suspect.process.poll() else failed)
+
+
+def _killed(ranks: list[Rank]) -> Rank | None:
+    """Returns a rank that a signal from outside has ended; None if there is none."""
+    return next((rank for rank in ranks if rank.ending_signal() not in (0, *CRASHES)), None)
 
 
 def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for: Sequence[int]) -> Outcome:
@@ -353,11 +393,12 @@ def _end_run(
     is_stopped: whether `culprit` is stopped (SIGSTOP), so that SIGTERM would not end it.
     """
     if screen.quiet and outcome.repeatable and culprit.log.is_complete:
-        if with_stacks:
-            _write_stacks(ranks)
-        _end(ranks, politely=not is_stopped)
+        ranks[0].read_all()
         screen.show_until_traceback(ranks[0])
         say(f"deepy.py: {outcome.reason}; its output is in {outcome.log}")
+        if with_stacks:
+            _write_stacks(ranks)
+        _end(ranks, politely=not is_stopped, grace_s=RESTART_GRACE_S)
         return
     if with_stacks:
         _show_stacks(culprit, ranks, screen)
@@ -416,15 +457,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _end(ranks: list[Rank], politely: bool = True) -> None:
+def _end(ranks: list[Rank], politely: bool = True, grace_s: float = GRACE_S) -> None:
     """Kills each rank with its child processes, such as data-loader workers.
 
-    politely: whether to send SIGTERM first and wait up to GRACE_S seconds.
+    politely: whether to send SIGTERM first and wait up to `grace_s` seconds.
     """
     alive = [rank for rank in ranks if politely and rank.process.poll() is None]
     for rank in alive:
         rank.signal_group(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     while alive and time.monotonic() < deadline:
         for rank in alive:
             rank.read()  # a rank that cannot write cannot end

@@ -73,7 +73,9 @@ def run(folder: Path, *words: str, kill: bool = False) -> ProcessEnd:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
+    """Pids by rank, of a first start; a spare is started with -c."""
     pids = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    pids = [pid for pid in pids if b"\0-c\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
     ranks = {pid: re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
     return {int(match[1]): pid for pid, match in ranks.items() if match}
 
@@ -121,6 +123,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy
     log = killed.log.read_text()
     assert killed.code == 0, log
     assert len(re.findall("restart 1 of 2 after rank 1 of 2 .*SIGKILL\n", log)) == 1
+    assert re.search(r"deepy.py: 1 restart; .* s of \d+ s", log), "how much of the time was spent in steps that count"
     assert re.search(r"going on from \S+/global_step10, iteration 10", log)
     assert killed.losses() == healthy.losses() and last_values(killed.log) == last_values(healthy.log)
     assert bash(EXPERIMENT, killed.log) == (0, "sf_model_organisms/exp_1\n") and bash(CRASHED, killed.log)[0] == 1

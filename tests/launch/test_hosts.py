@@ -12,6 +12,7 @@ from megatron.launch.launcher_rendezvous import RankAssignment
 from megatron.launch.plan import plan
 from megatron.launch.run import Run, write_args_file
 from megatron.launch.start import environments
+from megatron.launch.watch import Attempt
 from megatron.neox_arguments import NeoXArgs
 from tests.training.runs import BASE
 
@@ -144,8 +145,9 @@ def test_rank_environment(monkeypatch):
     monkeypatch.setattr("os.environ", {"HOME": "/h"})
     node = Node("b", 4, devices=("4", "5", "6", "7"))
     run = Run("nodes", ("python",), (Node("a", 3), node), Path(), None, Path(), node_rank=1, master_addr="10.0.0.7")
-    env = environments(run, RankAssignment(3, 7, 1234), restarts=2)[2]
-    place = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NEOX_RESTARTS": "2"}
+    env = environments(run, RankAssignment(3, 7, 1234), Attempt(2, cause="rank 1 of 7 was killed"))[2]
+    place = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NEOX_RESTARTS": "2",
+             "NEOX_RESTART_CAUSE": "rank 1 of 7 was killed"}  # fmt: skip
     meeting = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
     assert env == {"HOME": "/h", **place, **meeting, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "2"}
     monkeypatch.setattr("os.environ", {"OMP_NUM_THREADS": "5"})

@@ -41,6 +41,11 @@ class RunnerKeys:
     master_addr: str | None = key(None, "Meeting address of the ranks; unset: the first machine")
     master_port: int = key(29500, "Meeting port of the ranks", ge=1, le=65535)
     max_restarts: int = new_key(0, "Restarts of a failed run by deepy.py; each resumes from `save`", ge=0)
+    spare_ranks: bool = new_key(
+        True,
+        "With `max_restarts`: a process waits beside each rank, with everything imported, and becomes the rank after a "
+        "failure; false saves its host memory, about 0.5 GB",
+    )
     rendezvous_timeout_s: float = new_key(
         45.0, "At the start, seconds to wait for the next machine or rank after the latest arrival", gt=0
     )

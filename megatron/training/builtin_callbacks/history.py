@@ -10,13 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron.callbacks import Callback, TrainingRun
+from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.data import rows_per_sample, trains_preferences
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
 from megatron.process.run_files import SUMMARY, Problems
+from megatron.process.spare import report_imports
 from megatron.training.builtin_callbacks.best_model import FOLDER, read_best
 from megatron.training.builtin_callbacks.status import note_failure, note_phases, say_ending, write_status
 from megatron.training.metrics.loggers import log_directory
@@ -46,6 +47,10 @@ class HistoryCallback(Callback):
         write_status(self.training, "running", None)
         note_phases(self.training)
         self._is_running = True
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """After the first step, tell the launcher what this process has imported, for its spares."""
+        report_imports()
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
         """Write why the run failed: to history and summary after a NonFiniteError, which is in status.json

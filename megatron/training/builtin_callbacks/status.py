@@ -128,11 +128,16 @@ def _content(training: Training, status: str, reason: str | None, phase: str | N
 
 
 def _process() -> dict[str, Any]:
-    """Returns the fields of status.json that identify this process: host, pids, Slurm job; and the time."""
+    """Returns the fields of status.json that identify this process: host, pids, Slurm job; and the time.
+
+    restarts: those that deepy.py made. restart_cause: the reason of the last one.
+    """
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "launcher_pid": os.getppid() if "NEOX_RESTARTS" in os.environ else None,
         "job": os.environ.get("SLURM_JOB_ID"),
+        "restarts": int(os.environ.get("NEOX_RESTARTS", "0")),
+        "restart_cause": os.environ.get("NEOX_RESTART_CAUSE") or None,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

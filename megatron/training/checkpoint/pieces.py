@@ -80,7 +80,7 @@ def lock_folder(save: Path) -> Any:
         save.mkdir(parents=True, exist_ok=True)
         file = open_lock_file(save / ".lock")
     except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
+        raise _cannot_write(save, problem) from problem
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as problem:  # POSIX allows either
@@ -90,8 +90,15 @@ def lock_folder(save: Path) -> Any:
         text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
         raise CheckpointError(text) from problem
     holder = {"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
-    file.seek(0)
-    file.truncate()
-    file.write(json.dumps(holder) + "\n")
-    file.flush()
+    try:
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(holder) + "\n")
+        file.flush()
+    except OSError as problem:
+        raise _cannot_write(save, problem) from problem
     return file
+
+
+def _cannot_write(save: Path, problem: OSError) -> CheckpointError:
+    return CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save")

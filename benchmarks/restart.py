@@ -1,0 +1,121 @@
+"""Seconds from the kill of a rank to the next step of its run, with spares and without.
+
+A small model trains on two ranks through `deepy.py --max-restarts`. Rank 1 is killed several times, each time
+after a save and once its spare waits. Each way trains by itself; the ratio of both is of one machine.
+"""
+
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.stopping import DATA, MODEL  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
+
+STEPS_BETWEEN = 30
+WAITING_S = 1.0  # a spare that has used no processor time for so long waits
+
+
+def ranks_of(launcher: int) -> dict[int, list[int]]:
+    """Returns the processes of each rank in order of their start; a spare is the second one."""
+    pids: dict[int, list[int]] = {}
+    for text in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        match = re.search(rb"\0RANK=(\d+)", Path(f"/proc/{text}/environ").read_bytes())
+        if match:
+            pids.setdefault(int(match[1]), []).append(int(text))
+    return {rank: sorted(of_rank, key=_start_time) for rank, of_rank in pids.items()}
+
+
+def _start_time(pid: int) -> int:
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+class _Idle:
+    """Tells whether processes have used no processor time for WAITING_S."""
+
+    def __init__(self) -> None:
+        self._ticks, self._since = -1, time.monotonic()
+
+    def look(self, pids: Sequence[int]) -> bool:
+        """Returns whether they have waited since an earlier look at least WAITING_S ago."""
+        ticks = sum(int(_stat(pid)[place]) for pid in pids for place in (11, 12))
+        if ticks != self._ticks:
+            self._ticks, self._since = ticks, time.monotonic()
+        return time.monotonic() - self._since > WAITING_S
+
+
+def _memory_gb(pid: int) -> float:
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return int(kilobytes) / 1e6
+
+
+def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], float]:
+    """Returns the seconds from each kill to the next step, and the host memory of a spare in GB (0: none)."""
+    save = folder / str(spare_ranks)
+    keys = {"save": str(save), "load": str(save), "checkpoint_factor": 10, "max_restarts": kills, "log_interval": 1,
+            "train_iters": 1_000_000, "spare_ranks": spare_ranks, "hidden_size": 64,
+            "seq_length": 64, "max_position_embeddings": 64}  # fmt: skip
+    (folder / "run.yml").write_text(json.dumps({**MODEL, **keys}))
+    command = [sys.executable, "-u", "deepy.py", "--num_gpus", "2", "train.py", str(folder / "run.yml")]
+    seconds, memory, since_start, idle = [], 0.0, 0, _Idle()
+    killed_at: float | None = None
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not re.search(r"iteration +\d+/", line):
+                continue
+            since_start += 1
+            if killed_at is not None:
+                seconds.append(time.monotonic() - killed_at)
+                killed_at, since_start = None, 1
+                if len(seconds) == kills:
+                    process.send_signal(signal.SIGUSR1)
+            if since_start < STEPS_BETWEEN or killed_at is not None or len(seconds) == kills:
+                continue
+            ranks = ranks_of(process.pid)
+            spares = [pid for pids in ranks.values() for pid in pids[1:]]
+            if not spare_ranks or len(spares) == len(ranks) and idle.look(spares):
+                memory = max((_memory_gb(pid) for pid in spares), default=0.0)
+                os.kill(ranks[1][0], signal.SIGKILL)
+                killed_at = time.monotonic()
+    if process.returncode != 0 or len(seconds) != kills:
+        sys.exit(f"restart.py: the run ended with code {process.returncode} after {len(seconds)} restarts")
+    return seconds, memory
+
+
+def main() -> int:
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=3, help="restarts of each way (default: 3)")
+    options = parser.parse_args()
+    subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
+    assert DATA.exists()
+    medians = []
+    print("| ranks after a kill | seconds to the next step: median (least to most) | memory of a spare (GB) |")
+    print("|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for spare_ranks, name in ((True, "spares"), (False, "new processes")):
+            seconds, memory = measure(Path(folder), options.kills, spare_ranks)
+            medians.append(statistics.median(seconds))
+            spread = f"{medians[-1]:.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+            print(f"| {name} | {spread} | {memory and f'{memory:.2f}'} |", flush=True)
+    print(f"\nspares: {medians[1] / medians[0]:.1f} times as fast")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

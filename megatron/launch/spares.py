@@ -1,0 +1,111 @@
+"""Keeps spares beside the ranks of a run with `max_restarts`: processes that wait to become its next ranks.
+
+A spare has imported everything that a rank imports, which takes most of a start. It has no GPU memory and no
+connection to other ranks. Its program is `megatron.process.spare`.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron.launch.ranks import Rank, start_rank
+from megatron.process import LogFile, say
+from megatron.process.spare import IMPORTS
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {folder!r}); "  # -P has kept the working folder out
+    "from megatron.process.spare import wait; wait({script!r}, sys.argv[1:], {imports!r}, {orders})"
+)
+
+
+@dataclass(frozen=True)
+class _Spare:
+    """A waiting process.
+
+    environment: variables it was started with. orders: descriptor to which its rank's variables are written.
+    """
+
+    rank: Rank
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    orders: int
+
+    def end(self) -> None:
+        """Kills the process and closes its streams."""
+        os.close(self.orders)
+        self.rank.signal_group(signal.SIGKILL)
+        self.rank.process.wait()
+        os.close(self.rank.output)
+
+
+class SpareRanks:
+    """The spares of this machine.
+
+    They start once the ranks have taken a step. By then they do not slow down the start of the ranks, and a
+    rank has told what it has imported.
+    """
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="neox_spares_")  # not log_dir, which machines may share
+        self._imports = Path(self._folder.name) / "imports.json"
+        self._spares: dict[int, _Spare] = {}  # by index of their rank
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variable that makes a rank tell its imports, after its first step."""
+        return {IMPORTS: str(self._imports)}
+
+    def take(self, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank | None:
+        """Returns a spare that begins to run as the rank of `env`; None if none waits for this rank."""
+        self._imports.unlink(missing_ok=True)  # of the ranks before
+        spare = self._spares.pop(int(env["RANK"]), None)
+        if spare is None:
+            return None
+        if spare.command != tuple(command):
+            spare.end()
+            return None
+        variables = {name: text for name, text in env.items() if spare.environment.get(name) != text}
+        try:
+            os.write(spare.orders, (json.dumps(variables) + "\n").encode())
+        except BrokenPipeError:
+            say(f"deepy.py: the process that waited to become rank {env['RANK']} has ended; another one is started")
+            spare.end()
+            return None
+        os.close(spare.orders)
+        spare.rank.log, spare.rank.world_size = log, int(env["WORLD_SIZE"])
+        return spare.rank
+
+    def renew(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], ranks: Sequence[Rank]) -> None:
+        """Starts a spare for each rank that has none, once a rank has told its imports."""
+        missing = [rank.index not in self._spares for rank in ranks]
+        if any(missing) and self._imports.exists():
+            for rank, env in compress(zip(ranks, environments, strict=True), missing):
+                self._spares[rank.index] = self._start(command, env, rank)
+
+    def close(self) -> None:
+        """Ends all spares."""
+        while self._spares:
+            self._spares.popitem()[1].end()
+        self._folder.cleanup()
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], rank: Rank) -> _Spare:
+        python, unbuffered, script, *words = command
+        env = {name: text for name, text in env.items() if name != IMPORTS}  # it is told when it becomes a rank
+        reader, writer = os.pipe()
+        program = _PROGRAM.format(
+            folder=os.path.dirname(os.path.realpath(script)), script=script, imports=str(self._imports), orders=reader
+        )
+        waiting = (python, unbuffered, "-P", "-c", program, *words)
+        try:
+            spare = start_rank(rank.index, rank.world_size, waiting, env, rank.log, descriptors=(reader,))
+        except BaseException:
+            os.close(writer)
+            raise
+        finally:
+            os.close(reader)
+        return _Spare(spare, tuple(command), env, writer)

@@ -1,0 +1,87 @@
+"""Processes that wait beside the ranks and become the ranks of the next start."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch.runs import alive, deepy
+
+pytestmark = pytest.mark.ends_processes
+# Each process that imports `witness` leaves its pid. Rank 0 reports its imports, as after a first step.
+# Rank 1 dies once two spares have imported `witness` too.
+WITNESS = """
+import os
+from pathlib import Path
+Path(f"imported_by_{os.getpid()}").touch()
+"""
+SCRIPT = """
+from megatron.process.spare import report_imports
+import witness
+names = ("RANK", "MASTER_PORT", "NEOX_RESTARTS", "NEOX_RESTART_CAUSE")
+facts = {"pid": os.getpid(), "argv": sys.argv[1:], "main": __name__, "file": __file__,
+         "has_to_report": "NEOX_IMPORTS_FILE" in os.environ,
+         **{name: os.environ[name] for name in names}}
+Path(f"facts_{rank}_{start}.json").write_text(__import__("json").dumps(facts))
+if rank == 0:
+    report_imports()
+if start < LAST:
+    while len(list(Path(".").glob("imported_by_*"))) < 4 + 2 * start:
+        time.sleep(0.01)
+    PREPARE
+    os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)
+"""
+
+
+def run(folder: Path, *words: str, last: int = 1, prepare: str = "pass") -> tuple[int, str, list[dict[str, object]]]:
+    """Returns the exit code, the log, and what each rank of each start has noted, the starts in order."""
+    (folder / "witness.py").write_text(WITNESS)
+    done = deepy(folder, SCRIPT.replace("LAST", str(last)).replace("PREPARE", prepare), "--max-restarts", "2", *words)
+    facts = [json.loads(path.read_text()) for path in folder.glob("facts_*.json")]
+    return done.returncode, done.stdout, sorted(facts, key=lambda each: (each["NEOX_RESTARTS"], each["RANK"]))
+
+
+def importers(folder: Path) -> set[int]:
+    return {int(path.name.rpartition("_")[2]) for path in folder.glob("imported_by_*")}
+
+
+def test_spares_become_the_ranks_of_the_next_start_and_have_spares_again(tmp_path: Path) -> None:
+    code, log, facts = run(tmp_path, last=2)
+    assert code == 0, log
+    assert [(each["NEOX_RESTARTS"], each["RANK"]) for each in facts] == [(s, r) for s in "012" for r in "01"]
+    assert len(importers(tmp_path)) == 6 == len({each["pid"] for each in facts}), "no process began after a failure"
+    assert importers(tmp_path) == {each["pid"] for each in facts}
+    starts = [facts[:2], facts[2:4], facts[4:]]
+    for first_rank, second_rank in starts:
+        assert first_rank["MASTER_PORT"] == second_rank["MASTER_PORT"]
+        assert (first_rank["main"], Path(str(first_rank["file"])).name) == ("__main__", "script.py")
+        assert first_rank["argv"] == facts[0]["argv"]
+    assert len({start[0]["MASTER_PORT"] for start in starts}) == 3
+    assert facts[0]["NEOX_RESTART_CAUSE"] == "" and all("SIGKILL" in str(e["NEOX_RESTART_CAUSE"]) for e in facts[2:])
+    assert [each["has_to_report"] for each in facts] == [True] * 4 + [False] * 2, "nothing follows the last start"
+    assert not any(alive(pid) for pid in importers(tmp_path))
+
+
+def test_a_spare_that_has_ended_is_replaced_by_a_new_process(tmp_path: Path) -> None:
+    kill_spares = """
+    for path in Path(".").glob("imported_by_*") if rank == 1 else ():
+        pid = int(path.name.rpartition("_")[2])
+        if b"wait(" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, 9)
+            while "State:\\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                time.sleep(0.01)
+"""
+    code, log, facts = run(tmp_path, prepare=kill_spares.strip())
+    assert code == 0, log
+    assert re.findall(r"become rank (\d) has ended", log) == ["0", "1"]
+    assert len(importers(tmp_path)) == 6 and len(facts) == 4
+
+
+def test_without_spare_ranks_every_rank_is_a_new_process(tmp_path: Path) -> None:
+    prepare = "assert 'NEOX_IMPORTS_FILE' not in os.environ"
+    script = SCRIPT.replace("< 4 + 2 * start", "< 2").replace("LAST", "1").replace("PREPARE", prepare)
+    (tmp_path / "witness.py").write_text(WITNESS)
+    done = deepy(tmp_path, script, "--max-restarts", "2", "--set", "spare_ranks=false")
+    assert done.returncode == 0, done.stdout
+    assert len(importers(tmp_path)) == 4 and "restart 1 of 2" in done.stdout
