@@ -53,8 +53,9 @@ pipeline: $(ENV)  ## texts, cleaning, pre-training, SFT, DPO, LoRA with gates be
 test: $(ENV)  ## the ordinary tests, on two cores (WORKERS=N for others); CHANGED=1: longer ones too, but what changed alone
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(CHANGED),--changed -m "cpu or gpu or more") tests
 
-test-all: $(ENV)  ## the ordinary tests, longer ones and whole products; the run is recorded for CHANGED=1
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "cpu or gpu or more or product" --record tests
+test-all: $(ENV)  ## the ordinary tests and longer ones, recorded for CHANGED=1, then whole products
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "cpu or gpu or more" --record tests
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m product tests
 
 mutations: $(ENV)  ## seeded mistakes, each in a copy of the tree: does a test fail? goes on where it was ended; ARGS=--help
 	$(RUN) -m tests.mutations $(ARGS)

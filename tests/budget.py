@@ -90,7 +90,7 @@ class BudgetPlugin:
             return f"{self.record.name} is as it was: the run did not reach its end"
         if not self.commit:
             return f"{self.record.name} is as it was: files differed from the commit that was tested"
-        seconds = {kind: dict(rooms) for kind, rooms in self.seconds.items()}
+        seconds = read_record(self.record).seconds | {kind: dict(rooms) for kind, rooms in self.seconds.items()}
         write_record(FullRun(self.commit, list(self.failed), seconds, dict(self.functions)), self.record)
         return f"{self.record.name}: a full run of {self.commit[:12]}, {len(self.failed)} failed; commit it"
 
