@@ -23,7 +23,7 @@ from benchmarks.stopping import DATA, MODEL  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 
-STEPS_BETWEEN = 30
+STEPS_PER_KILL = 30
 WAITING_S = 1.0  # a spare that has used no processor time for so long waits
 
 
@@ -34,7 +34,7 @@ def ranks_of(launcher: int) -> dict[int, list[int]]:
         match = re.search(rb"\0RANK=(\d+)", Path(f"/proc/{text}/environ").read_bytes())
         if match:
             pids.setdefault(int(match[1]), []).append(int(text))
-    return {rank: sorted(of_rank, key=_start_time) for rank, of_rank in pids.items()}
+    return {rank: sorted(rank_pids, key=_start_time) for rank, rank_pids in pids.items()}
 
 
 def _start_time(pid: int) -> int:
@@ -49,14 +49,14 @@ class _Idle:
     """Tells whether processes have used no processor time for WAITING_S."""
 
     def __init__(self) -> None:
-        self._ticks, self._since = -1, time.monotonic()
+        self._ticks, self._idle_from = -1, time.monotonic()
 
     def look(self, pids: Sequence[int]) -> bool:
         """Returns whether they have waited since an earlier look at least WAITING_S ago."""
         ticks = sum(int(_stat(pid)[place]) for pid in pids for place in (11, 12))
         if ticks != self._ticks:
-            self._ticks, self._since = ticks, time.monotonic()
-        return time.monotonic() - self._since > WAITING_S
+            self._ticks, self._idle_from = ticks, time.monotonic()
+        return time.monotonic() - self._idle_from > WAITING_S
 
 
 def _memory_gb(pid: int) -> float:
@@ -72,20 +72,20 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
             "seq_length": 64, "max_position_embeddings": 64}  # fmt: skip
     (folder / "run.yml").write_text(json.dumps({**MODEL, **keys}))
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "2", "train.py", str(folder / "run.yml")]
-    seconds, memory, since_start, idle = [], 0.0, 0, _Idle()
+    seconds, memory, num_steps, idle = [], 0.0, 0, _Idle()
     killed_at: float | None = None
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not re.search(r"iteration +\d+/", line):
                 continue
-            since_start += 1
+            num_steps += 1
             if killed_at is not None:
                 seconds.append(time.monotonic() - killed_at)
-                killed_at, since_start = None, 1
+                killed_at, num_steps = None, 1
                 if len(seconds) == kills:
                     process.send_signal(signal.SIGUSR1)
-            if since_start < STEPS_BETWEEN or killed_at is not None or len(seconds) == kills:
+            if num_steps < STEPS_PER_KILL or killed_at is not None or len(seconds) == kills:
                 continue
             ranks = ranks_of(process.pid)
             spares = [pid for pids in ranks.values() for pid in pids[1:]]

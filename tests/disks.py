@@ -29,6 +29,14 @@ def mount(folder: Path, kilobytes: int, read_only: bool) -> None:
     assert mounted == 0, os.strerror(ctypes.get_errno())
 
 
+def remount(folder: Path, read_only: bool) -> None:
+    """Makes a disk of `mount` read-only or writable."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    read_only_flag, remount_flag = 1, 32
+    done = libc.mount(b"none", str(folder).encode(), None, remount_flag | read_only * read_only_flag, None)
+    assert done == 0, os.strerror(ctypes.get_errno())
+
+
 def fill(folder: Path) -> Path:
     """Leave no room there; the file to remove again."""
     path = folder / "fill"

@@ -122,7 +122,7 @@ def _results(commit: str, names: list[str], jobs: int) -> dict[str, Any]:
         tree = Path(place) / "tree"
         _git("worktree", "add", "--quiet", "--detach", str(tree), digest)
         try:
-            pairs = _make_pairs(Path(place) / "pairs")
+            pairs = make_pairs(Path(place) / "pairs")
             with ThreadPoolExecutor(jobs) as pool:
                 runs = pool.map(lambda name: _train(tree, Path(place) / name.replace(" ", "_"), name, pairs), missing)
                 for name, result in zip(missing, tqdm(runs, commit, len(missing), unit="run"), strict=True):
@@ -141,7 +141,7 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def _make_pairs(folder: Path) -> Path:
+def make_pairs(folder: Path) -> Path:
     """Writes preference pairs for DPO: chosen answers have even token ids, rejected answers odd ones.
 
     Returns `folder`, which has pos, neg, pos_label and neg_label."""
@@ -179,15 +179,15 @@ def _train(tree: Path, folder: Path, name: str, pairs: Path) -> dict[str, Any]:
     if done.returncode != 0:
         sys.exit(f"compare_commits.py: {name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     metrics = [
-        _compared_values(json.loads(line)) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
+        compared_values(json.loads(line)) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()
     ]
     (last,) = (folder / "checkpoints").glob("global_step4")
-    result = {"metrics": metrics, "tensors": {path.name: _digests(path) for path in sorted(last.glob("*.pt"))}}
+    result = {"metrics": metrics, "tensors": {path.name: digest_of_tensors(path) for path in sorted(last.glob("*.pt"))}}
     shutil.rmtree(folder)
     return result
 
 
-def _compared_values(line: dict[str, Any]) -> dict[str, Any]:
+def compared_values(line: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in line.items()
@@ -195,7 +195,7 @@ def _compared_values(line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _digests(path: Path) -> str:
+def digest_of_tensors(path: Path) -> str:
     """Returns one SHA-256 of all tensors in a checkpoint file, with their keys, dtypes and shapes.
 
     The file is loaded with `weights_only=False`, because it may hold DeepSpeed's classes. This is safe,

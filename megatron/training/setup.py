@@ -274,13 +274,14 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     _log_configuration(run_args, tokenizer, logger)
     for line in on_rank_zero(groups, lambda: data_log_lines(run_args)):
         logger.info(line)
-    datasets = build_datasets(
-        run_args,
-        train_batch_size=run_args.train_batch_size,
-        on_one_rank=on_writers,
-        epochs=epochs,
-        data_state=data_state,
-    )
+    # Each rank opens the sets by itself, which a stop signal to one rank ends on all
+    datasets = run_on_each_rank(
+        groups,
+        lambda: build_datasets(
+            run_args, train_batch_size=run_args.train_batch_size, on_one_rank=on_writers, epochs=epochs,
+            data_state=data_state,
+        ),
+    )  # fmt: skip
     datasets = method.wrap_datasets(run_args, datasets, tokenizer.eod)
     for line in datasets.log_lines:
         logger.info(line)

@@ -35,23 +35,23 @@ if start < LAST:
 
 
 def run(folder: Path, *words: str, last: int = 1, prepare: str = "pass") -> tuple[int, str, list[dict[str, object]]]:
-    """Returns the exit code, the log, and what each rank of each start has noted, the starts in order."""
+    """Returns the exit code, the log, and what fact rank of fact start has noted, the starts in order."""
     (folder / "witness.py").write_text(WITNESS)
     done = deepy(folder, SCRIPT.replace("LAST", str(last)).replace("PREPARE", prepare), "--max-restarts", "2", *words)
     facts = [json.loads(path.read_text()) for path in folder.glob("facts_*.json")]
-    return done.returncode, done.stdout, sorted(facts, key=lambda each: (each["NEOX_RESTARTS"], each["RANK"]))
+    return done.returncode, done.stdout, sorted(facts, key=lambda fact: (fact["NEOX_RESTARTS"], fact["RANK"]))
 
 
 def importers(folder: Path) -> set[int]:
     return {int(path.name.rpartition("_")[2]) for path in folder.glob("imported_by_*")}
 
 
-def test_spares_become_the_ranks_of_the_next_start_and_have_spares_again(tmp_path: Path) -> None:
+def test_spares_become_the_ranks_of_the_next_start_and_have_new_spares(tmp_path: Path) -> None:
     code, log, facts = run(tmp_path, last=2)
     assert code == 0, log
-    assert [(each["NEOX_RESTARTS"], each["RANK"]) for each in facts] == [(s, r) for s in "012" for r in "01"]
-    assert len(importers(tmp_path)) == 6 == len({each["pid"] for each in facts}), "no process began after a failure"
-    assert importers(tmp_path) == {each["pid"] for each in facts}
+    assert [(fact["NEOX_RESTARTS"], fact["RANK"]) for fact in facts] == [(s, r) for s in "012" for r in "01"]
+    assert len(importers(tmp_path)) == 6 == len({fact["pid"] for fact in facts}), "no process began after a failure"
+    assert importers(tmp_path) == {fact["pid"] for fact in facts}
     starts = [facts[:2], facts[2:4], facts[4:]]
     for first_rank, second_rank in starts:
         assert first_rank["MASTER_PORT"] == second_rank["MASTER_PORT"]
@@ -59,7 +59,7 @@ def test_spares_become_the_ranks_of_the_next_start_and_have_spares_again(tmp_pat
         assert first_rank["argv"] == facts[0]["argv"]
     assert len({start[0]["MASTER_PORT"] for start in starts}) == 3
     assert facts[0]["NEOX_RESTART_CAUSE"] == "" and all("SIGKILL" in str(e["NEOX_RESTART_CAUSE"]) for e in facts[2:])
-    assert [each["has_to_report"] for each in facts] == [True] * 4 + [False] * 2, "nothing follows the last start"
+    assert [fact["has_to_report"] for fact in facts] == [True] * 4 + [False] * 2, "nothing follows the last start"
     assert not any(alive(pid) for pid in importers(tmp_path))
 
 

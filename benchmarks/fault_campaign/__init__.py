@@ -1,0 +1,1 @@
+"""The parts of benchmarks/faults.py: runs and their results, faults, processes, and the verdict of a case."""

@@ -1,0 +1,282 @@
+"""Draws the cases of a campaign, breaks a run as a case says, starts it again, and judges the result."""
+
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from benchmarks.fault_campaign.faults import COMMAND_PHASES, DAMAGES, FAULTS, PHASES, Injection, damage, install
+from benchmarks.fault_campaign.processes import Ending, run_ranks
+from benchmarks.fault_campaign.runs import (
+    COMMAND,
+    COMMANDS,
+    LAYOUTS,
+    OBJECTIVE_NAMES,
+    STEPS,
+    CommandRun,
+    TrainingRun,
+    rewind,
+    run_of,
+)
+from tests.disks import mount, remount
+
+Verdict = Literal["equal", "refused", "missed", "wrong"]
+"""equal: the run went on to the same bits.
+
+refused: it said in one line what is wrong, and went on to the same bits once that was mended.
+
+missed: the fault's place was never reached. wrong: anything else."""
+_DISK_FAULTS = ("disk full", "disk read-only")
+_CRASHES = ("connections lost", "no descriptors left", "memory limit")  # as if killed: a traceback may tell
+_DISK_KB = 128 * 1024
+_SHARE_OF_DAMAGES, _SHARE_OF_COMMANDS = 0.25, 0.15
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a run.
+
+    start: the checkpoint with which the run begins; 0: none. injection: a fault inside a rank, or None.
+    damage: one of DAMAGES, done to the files of the run before it starts from `start`, or None.
+    """
+
+    seed: int
+    index: int
+    layout: str
+    objective: str
+    start: int
+    injection: Injection | None
+    damage: str | None
+
+    @property
+    def fault(self) -> str:
+        """Returns the name of the fault."""
+        return self.injection.fault if self.injection is not None else str(self.damage)
+
+    @property
+    def phase(self) -> str:
+        """Returns the name of the phase in which the fault happens."""
+        return self.injection.phase if self.injection is not None else "between two starts"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict of a case. detail: the refusal, or what went wrong."""
+
+    verdict: Verdict
+    detail: str
+    seconds: float
+
+
+def draw(seed: int, index: int) -> Case:
+    """Returns the case with this index in the campaign of this seed."""
+    choice = random.Random(f"{seed} {index}")
+    if choice.random() < _SHARE_OF_COMMANDS:
+        phase, fault = choice.choice(COMMAND_PHASES), choice.choice([name for name in FAULTS if name != "NaN"])
+        injection = Injection(fault, phase, choice.randint(1, PHASES[phase][1]), choice.random() < 0.5, 0)
+        return Case(seed, index, COMMAND, choice.choice(list(COMMANDS)), 0, injection, None)
+    layout, objective = choice.choice(list(LAYOUTS)), choice.choice(OBJECTIVE_NAMES)
+    start = choice.choice((0, 2, 4))
+    if choice.random() < _SHARE_OF_DAMAGES:
+        return Case(seed, index, layout, objective, start or 2, None, choice.choice(DAMAGES))
+    phase, fault = choice.choice(list(PHASES)), choice.choice(list(FAULTS))
+    num_calls = max(1, PHASES[phase][1] * (STEPS - start) // STEPS)
+    injection = Injection(
+        fault, phase, choice.randint(1, num_calls), choice.random() < 0.5, choice.randrange(LAYOUTS[layout][0])
+    )
+    return Case(seed, index, layout, objective, start, injection, None)
+
+
+class References:
+    """Finished runs that nothing happened to, one per layout and objective, and their results."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._results: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def folder(self, layout: str, objective: str) -> Path:
+        """Returns the folder of a finished run; trains it if it is not there."""
+        folder = self._folder / f"{layout}_{objective}"
+        if (layout, objective) not in self._results:
+            run = run_of(layout, objective)
+            if layout == COMMAND:
+                shutil.copytree(self.folder("plain", "pretraining"), folder)
+            run.prepare(folder)
+            ending = run_ranks(run, folder, lambda rank: None)
+            if not ending.succeeded:
+                raise RuntimeError(f"{layout} {objective} fails without a fault:\n" + "\n".join(ending.outputs)[-3000:])
+            self._results[layout, objective] = run.result(folder)
+        return folder
+
+    def result(self, layout: str, objective: str) -> dict[str, Any]:
+        """Returns the result of a finished run."""
+        return self._results[layout, objective]
+
+
+def judge(case: Case, references: References, folder: Path | None = None) -> Outcome:
+    """Runs a case in a process of its own and returns its outcome. folder: a new folder that stays; None: a
+    temporary one."""
+    original = references.folder(case.layout, case.objective)
+    expected = references.result(case.layout, case.objective)
+    start = time.monotonic()
+    place = folder or Path(tempfile.mkdtemp(prefix="neox_fault_"))
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        answer = place / "outcome.json"
+        pid = os.fork()
+        if pid == 0:
+            _answer(case, original, expected, place / "case", answer)
+        os.waitpid(pid, 0)
+        if not answer.exists():
+            raise RuntimeError(f"case {case.index} of seed {case.seed} was not judged; see the traceback above")
+        verdict, detail = json.loads(answer.read_text())
+        return Outcome(verdict, detail, time.monotonic() - start)
+    finally:
+        if folder is None:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _answer(case: Case, original: Path, expected: dict[str, Any], folder: Path, answer: Path) -> NoReturn:
+    """Judges a case and writes the verdict to a file, in a forked process, which it ends."""
+    try:
+        answer.write_text(json.dumps(_judge(case, original, expected, folder)))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def _judge(case: Case, original: Path, expected: dict[str, Any], folder: Path) -> tuple[Verdict, str]:
+    folder.mkdir()
+    if case.fault in _DISK_FAULTS:
+        mount(folder, _DISK_KB, read_only=False)
+    shutil.copytree(original, folder, dirs_exist_ok=True, symlinks=True)
+    run, choice = run_of(case.layout, case.objective), random.Random(f"{case.seed} {case.index} damage")
+    if isinstance(run, CommandRun):
+        shutil.rmtree(folder / COMMANDS[run.name][1])
+    else:
+        rewind(folder, case.start)
+    if case.injection is None:
+        return _judge_damage(case, run, folder, expected, original, choice)
+    attempt = run_ranks(run, folder, partial(_break, case.injection, folder))
+    if not (folder / "reached").exists():
+        return ("missed", "") if attempt.succeeded else ("wrong", _summary("failed without its fault", attempt))
+    _mend_disk(case.fault, folder)
+    if problem := _misbehaviour(attempt, case.fault):
+        return "wrong", problem
+    resumed = run_ranks(run, folder, lambda rank: None)
+    if not resumed.succeeded:
+        return "wrong", _summary("did not go on", resumed)
+    if difference := _difference(expected, run.result(folder), stopped=case.fault.startswith("SIG")):
+        return "wrong", difference
+    return "equal", attempt.refusal or ""
+
+
+def _judge_damage(
+    case: Case,
+    run: TrainingRun | CommandRun,
+    folder: Path,
+    expected: dict[str, Any],
+    original: Path,
+    choice: random.Random,
+) -> tuple[Verdict, str]:
+    """Damages a file and starts the run. If it refuses, mends the file and starts it again."""
+    path = damage(str(case.damage), folder, choice)
+    if path is None:
+        return "missed", ""
+    attempt = run_ranks(run, folder, lambda rank: None)
+    if attempt.succeeded:
+        if path == "run/logs/metrics.jsonl":  # rows of before are lost with it
+            expected = {**expected, "metrics": [row for row in expected["metrics"] if row["iteration"] > case.start]}
+        difference = _difference(expected, run.result(folder))
+        return ("wrong", f"{path}: {difference}") if difference else ("equal", path)
+    if problem := _misbehaviour(attempt, case.fault):
+        return "wrong", f"{path}: {problem}"
+    refusal = attempt.refusal or ""
+    names = (
+        Path(path).name,
+        Path(path).stem,
+        Path(path).parent.name,
+        *(["data_path"] if path.startswith("data/") else []),
+    )
+    if not any(name in refusal for name in names):
+        return "wrong", f"{path}: the refusal names another file: {refusal}"
+    if path.startswith("run/"):
+        shutil.rmtree(folder / "run")
+        shutil.copytree(original / "run", folder / "run")
+        rewind(folder, case.start)
+    else:
+        shutil.copy(original / path, folder / path)
+    resumed = run_ranks(run, folder, lambda rank: None)
+    if not resumed.succeeded:
+        return "wrong", _summary(f"{path}: did not go on once it was mended", resumed)
+    difference = _difference(expected, run.result(folder))
+    return ("wrong", f"{path}: {difference}") if difference else ("refused", refusal)
+
+
+def _break(injection: Injection, folder: Path, rank: int) -> None:
+    if rank == injection.rank:
+        install(injection, folder)
+
+
+def _mend_disk(fault: str, folder: Path) -> None:
+    if fault == "disk read-only":
+        with suppress(AssertionError):
+            remount(folder, read_only=False)
+    (folder / "fill").unlink(missing_ok=True)
+
+
+def _misbehaviour(ending: Ending, fault: str) -> str | None:
+    """Returns what is wrong with the end of a broken run: it hung, or ended with code 1 without one clear
+    line, unless the fault may crash it. None if nothing is."""
+    if ending.hung:
+        return _summary("hung", ending)
+    if ending.succeeded or any(code < 0 or code > 1 for code in ending.codes) or fault in _CRASHES:
+        return None
+    return None if ending.refusal else _summary("no clear line", ending)
+
+
+def _summary(problem: str, ending: Ending) -> str:
+    return f"{problem}: codes {ending.codes}: {ending.refusal or ending.traceback or ending.outputs[0][-300:]}"
+
+
+def _difference(expected: dict[str, Any], result: dict[str, Any], stopped: bool = False) -> str | None:
+    """Returns where two results differ; None if they are equal.
+
+    stopped: whether a signal has stopped the run, which then gives up the validation under way.
+    """
+    rows = {row["iteration"]: row for row in result["metrics"]}
+    if len(rows) != len(result["metrics"]):
+        return f"a row of metrics stands twice: iterations {[row['iteration'] for row in result['metrics']]}"
+    for row in expected["metrics"]:
+        other_row = rows.get(row["iteration"], {})
+        keys = [key for key in {**row, **other_row} if row.get(key) != other_row.get(key)]
+        if stopped:
+            keys = [key for key in keys if key in other_row or not key.startswith("validation/")]
+        if keys:
+            return f"iteration {row['iteration']}: " + ", ".join(
+                f"{k} {row.get(k)} -> {other_row.get(k)}" for k in keys
+            )
+    files = [name for name in expected["tensors"] if expected["tensors"][name] != result["tensors"].get(name)]
+    return f"tensors differ in {', '.join(files)}" if files else None
+
+
+def ledger_row(case: Case, outcome: Outcome) -> dict[str, Any]:
+    """Returns the line of a case in the ledger."""
+    row = {key: value for key, value in asdict(case).items() if key not in ("injection", "damage")}
+    place = {} if case.injection is None else {
+        "nth": case.injection.nth, "is_late": case.injection.is_late, "rank": case.injection.rank
+    }  # fmt: skip
+    return {
+        **row, "phase": case.phase, "fault": case.fault, **place, "verdict": outcome.verdict, "detail": outcome.detail,
+        "seconds": round(outcome.seconds, 1),
+    }  # fmt: skip

@@ -1,0 +1,238 @@
+"""Faults, and the places in a run where they happen.
+
+`install` makes this process, a rank, suffer a fault at the nth call of a phase's function. Faults that damage
+files (DAMAGES) happen between two starts of a run instead.
+"""
+
+import importlib
+import math
+import os
+import random
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from megatron.neox_arguments.frozen import FrozenDict
+
+# Phase: the functions that it consists of, as (module, name in it), and how often a run calls one at most.
+PHASES: Mapping[str, tuple[tuple[tuple[str, str], ...], int]] = FrozenDict({
+    "configuration": ((("megatron.neox_arguments", "script_args"),), 1),
+    "rendezvous": ((("megatron.training.setup", "rendezvous_and_check"),), 1),
+    "index maps": ((("megatron.training.setup", "build_datasets"),), 1),
+    "model": ((("megatron.training.setup", "build_engine"),), 1),
+    "load": ((("megatron.training.checkpoint.resume", "CheckpointLoader.resume"),), 1),
+    "step": ((
+        ("megatron.training.native.engine", "NativeEngine.train_step"),
+        ("megatron.training.deepspeed.engine", "DeepSpeedEngine.train_step"),
+    ), 6),
+    "forward": ((("megatron.model.stage", "Stage.forward"),), 12),
+    "backward": ((("torch.autograd", "backward"),), 12),
+    "optimizer": ((
+        ("megatron.training.native.update", "Update.step"),
+        ("deepspeed.runtime.engine", "DeepSpeedEngine._take_model_step"),
+    ), 6),
+    "copy of a save": ((
+        ("megatron.training.native.engine", "NativeEngine.gather_weights"),
+        ("megatron.training.deepspeed.engine", "DeepSpeedEngine.gather_weights"),
+    ), 3),
+    "write of a save": ((("megatron.training.checkpoint.writer", "save_tensors"),), 24),
+    "sync of a save": ((("os", "fsync"),), 60),
+    "rename of a save": ((("os", "rename"),), 6),
+    "manifest of a save": ((("megatron.checkpointing.publish", "replace_file"),), 9),
+    "validation": ((("megatron.training.builtin_callbacks.validation", "ValidationCallback.on_step_end"),), 7),
+    "open of a file": ((("builtins", "open"),), 40),
+    "replacement of a file": ((("os", "replace"),), 9),
+    "log": ((("megatron.training.builtin_callbacks.log", "LogCallback.settle"),), 12),
+})  # fmt: skip
+
+
+COMMAND_PHASES = ("open of a file", "sync of a save", "rename of a save", "replacement of a file")
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A fault of one rank at the nth call of a phase's function.
+
+    is_late: whether it happens just after the call, not just before it.
+    """
+
+    fault: str
+    phase: str
+    nth: int
+    is_late: bool
+    rank: int
+
+
+def install(injection: Injection, folder: Path) -> None:
+    """Wraps the functions of the injection's phase in this process. When the fault happens, the file
+    `reached` is written into `folder`."""
+    calls = 0
+
+    def wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            is_due = calls == injection.nth
+            if is_due and not injection.is_late:
+                happen()
+            result = function(*args, **kwargs)
+            if is_due and injection.is_late:
+                happen()
+            return result
+
+        return wrapped
+
+    def happen() -> None:
+        (folder / "reached").write_text(f"{calls}\n")
+        FAULTS[injection.fault](folder)
+
+    for module_name, path in PHASES[injection.phase][0]:
+        owner: Any = importlib.import_module(module_name)
+        *classes, name = path.split(".")
+        for attribute in classes:
+            owner = getattr(owner, attribute)
+        setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+def _signal(*numbers: int) -> Callable[[Path], None]:
+    def send(folder: Path) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+
+    return send
+
+
+def _slow(folder: Path) -> None:
+    time.sleep(2.0)
+
+
+def _close_sockets(folder: Path) -> None:
+    """Shuts down every TCP connection of this process, as a broken network does."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+
+
+def _exhaust_descriptors(folder: Path) -> None:
+    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _limit_memory(folder: Path) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (1 << 16)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _jump_clock(hours: float) -> Callable[[Path], None]:
+    def jump(folder: Path, clock: Callable[[], float] = time.time) -> None:
+        time.time = lambda: clock() + hours * 3600  # type: ignore[method-assign]
+
+    return jump
+
+
+def _lose_names(folder: Path) -> None:
+    def fail(*words: Any, **options: Any) -> Any:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    socket.getaddrinfo = fail  # type: ignore[assignment]
+
+
+def _make_nan(folder: Path) -> None:
+    """Makes the next module that is called on this rank return NaN."""
+
+    def poison(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            hook.remove()
+            return output * math.nan
+        return None
+
+    hook = register_module_forward_hook(poison)
+
+
+def _fill_disk(folder: Path) -> None:
+    from tests.disks import fill
+
+    fill(folder)
+
+
+def _make_read_only(folder: Path) -> None:
+    from tests.disks import remount
+
+    try:
+        remount(folder, read_only=True)
+    except AssertionError:  # a file is open for writing: then Linux leaves the disk as it is
+        (folder / "reached").unlink()
+
+
+FAULTS: Mapping[str, Callable[[Path], None]] = FrozenDict({
+    "SIGTERM": _signal(signal.SIGTERM),
+    "SIGKILL": _signal(signal.SIGKILL),
+    "SIGINT": _signal(signal.SIGINT),
+    "SIGUSR1": _signal(signal.SIGUSR1),
+    "SIGUSR1 twice": _signal(signal.SIGUSR1, signal.SIGUSR1),
+    "slow rank": _slow,
+    "NaN": _make_nan,
+    "connections lost": _close_sockets,
+    "no descriptors left": _exhaust_descriptors,
+    "memory limit": _limit_memory,
+    "clock an hour ahead": _jump_clock(1),
+    "clock a day back": _jump_clock(-24),
+    "no name resolution": _lose_names,
+    "disk full": _fill_disk,
+    "disk read-only": _make_read_only,
+})  # fmt: skip
+"""Faults of a rank. Afterwards the run must go on as if nothing had been, or say what is wrong."""
+
+
+def damage(kind: str, folder: Path, choice: random.Random) -> str | None:
+    """Damages a file of a run that has ended. Returns the file's path inside `folder`; None if it has no such
+    file."""
+    place_kind, _, way = kind.partition(": ")
+    files = _files(place_kind, folder)
+    if not files:
+        return None
+    path = choice.choice(files)
+    content = path.read_bytes()
+    if way == "removed":
+        path.unlink()
+    elif way == "truncated":
+        path.write_bytes(content[: choice.randrange(len(content))])
+    else:
+        place = choice.randrange(len(content))
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << choice.randrange(8))]) + content[place + 1 :])
+    return str(path.relative_to(folder))
+
+
+def _files(place_kind: str, folder: Path) -> list[Path]:
+    save = folder / "run"
+    if place_kind == "checkpoint":
+        return sorted(path for path in (save / (save / "latest").read_text().strip()).rglob("*") if path.is_file())
+    places = {
+        "data": (folder / "data").rglob("*"),
+        "index map": (folder / "index_maps").rglob("*"),
+        "state": [*save.glob("*.json"), save / "latest", save / "logs" / "metrics.jsonl"],
+        "configuration": [folder / "run.yml"],
+    }
+    return sorted(path for path in places[place_kind] if path.is_file() and path.stat().st_size)
+
+
+DAMAGES = tuple(
+    f"{place}: {way}"
+    for place in ("checkpoint", "data", "index map", "state", "configuration")
+    for way in ("flipped bit", "truncated", "removed")
+)

@@ -1,0 +1,163 @@
+"""Ranks as forks of this process, in which everything a run needs is imported already."""
+
+import importlib
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from megatron.launch.devices import free_port
+from megatron.launch.environment import ProcessInfo
+from megatron.process import STACKS_SIGNAL
+
+GRACE_S = 1.5  # as deepy.py: from the failure of one rank to the end of the others
+HANG_S = 90.0
+_WARM = (
+    "torch.distributed.fsdp", "torch._dynamo", "torch.utils.checkpoint", "deepspeed", "deepspeed.runtime.pipe.engine",
+    "transformers", "megatron.training.native.engine", "megatron.training.deepspeed.engine",
+)  # fmt: skip
+
+
+def warm_up() -> None:
+    """Imports what ranks import. Call it once, before any rank is forked."""
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
+        GLOO_SOCKET_IFNAME="lo", NEOX_RESTARTS="0",
+    )  # fmt: skip
+    for name in _WARM:
+        importlib.import_module(name)
+
+
+class Runnable(Protocol):
+    """A run on forked ranks. main: called in each of them; returns its exit code."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    def main(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a start of a run has ended.
+
+    codes: of the ranks; -N after signal N. outputs: what they wrote to stdout and stderr.
+    hung: whether it had to be ended after HANG_S.
+    """
+
+    codes: tuple[int, ...]
+    outputs: tuple[str, ...]
+    hung: bool
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        """Returns whether all ranks ended with code 0."""
+        return not any(self.codes)
+
+    @property
+    def refusal(self) -> str | None:
+        """Returns the error of a rank that ended with code 1 and one clear line; None if there is none."""
+        for code, output in zip(self.codes, self.outputs, strict=True):
+            lines = [line for line in output.splitlines() if re.match(r"[\w.]+\.py: error: ", line)]
+            if code == 1 and lines:
+                return lines[-1]
+        return None
+
+    @property
+    def traceback(self) -> str | None:
+        """Returns the last lines of a rank's traceback; None if no rank wrote one."""
+        for output in self.outputs:
+            if "Traceback (most recent call last)" in output:
+                return output.splitlines()[-1]
+        return None
+
+
+def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> Ending:
+    """Runs something in a folder on forked ranks and waits for their end.
+
+    prepare: called in each rank with its number, before the run's main function.
+    """
+    start, port, ranks = time.monotonic(), free_port(), run.ranks
+    files = [folder.with_name(f"{folder.name}_output_{rank}") for rank in range(ranks)]  # its disk may be full
+    children = [
+        _fork(run, ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", port, "torchrun"), folder, files[rank], prepare)
+        for rank in range(ranks)
+    ]
+    codes: dict[int, int] = {}
+    failed_at: float | None = None
+    hung = False
+    while len(codes) < ranks:
+        _collect(children, codes)
+        now = time.monotonic()
+        if failed_at is None and any(codes.values()):
+            failed_at = now
+            _kill(children, codes, signal.SIGTERM)
+        if now - start > HANG_S and not hung:
+            hung = True
+            _kill(children, codes, STACKS_SIGNAL)
+            time.sleep(1.0)
+            _kill(children, codes, signal.SIGKILL)
+        if failed_at is not None and now - failed_at > GRACE_S:
+            _kill(children, codes, signal.SIGKILL)
+        time.sleep(0.02)
+    for pid in children:  # data workers
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    outputs = tuple(path.read_text(errors="replace") for path in files)
+    return Ending(tuple(codes[pid] for pid in children), outputs, hung, time.monotonic() - start)
+
+
+def _collect(children: Sequence[int], codes: dict[int, int]) -> None:
+    for pid in children:
+        if pid not in codes:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _kill(children: Sequence[int], codes: dict[int, int], number: int) -> None:
+    for pid in children:
+        if pid not in codes:
+            os.kill(pid, number)
+
+
+def _fork(run: Runnable, info: ProcessInfo, folder: Path, output: Path, prepare: Callable[[int], None]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _run(run, info, folder, output, prepare)
+    return pid
+
+
+def _run(run: Runnable, info: ProcessInfo, folder: Path, output: Path, prepare: Callable[[int], None]) -> NoReturn:
+    """Becomes a rank; never returns."""
+    try:
+        os.setsid()
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        import torch
+
+        from megatron.process import begin_process, end_process
+
+        torch.set_num_threads(1)
+        os.environ.update(info.variables())
+        os.chdir(folder)
+        begin_process("run", promise="the run ends as soon as its current work can be interrupted")
+        prepare(info.rank)
+        end_process(run.main())
+    except SystemExit as ending:  # as the interpreter does
+        print(ending.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(1)
