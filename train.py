@@ -39,7 +39,7 @@ def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
 ) -> int:
-    """Trains on this rank, and returns the exit code: 0, or 1 after an error of the user.
+    """Trains on this rank, and returns the exit code: 0, or that of a `UserError`.
 
     input_args: words of a command line, or a configuration; None: the command line of this process.
     overwrite_values: keys that override the configuration.
@@ -90,7 +90,7 @@ def main(
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))
-        return 1
+        return problem.exit_code
     except StopRequested as stop:
         from megatron.training.builtin_callbacks.status import write_stopped_start
 

@@ -41,7 +41,12 @@ class UserError(Exception):
     traceback.
 
     This module imports little, so that a command can catch the error without importing torch first.
+
+    exit_code: of a training run that ends by the error. `deepy.py` takes 1 for a refusal, which it does not
+        start again.
     """
+
+    exit_code = 1
 
     def __str__(self) -> str:
         """Returns the message without secrets, because libraries put full URLs with signatures into

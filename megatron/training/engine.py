@@ -180,6 +180,13 @@ class Engine(RunEngine, Protocol):
         fp32 master weights.
         """
 
+    def weight_copies(self) -> dict[str, Tensor]:
+        """Returns the weights after the last step that other ranks may hold too, by name.
+
+        The name tells which elements a tensor holds (`copy_name`). Tensors of the same name on two ranks must
+        have the same bits. fp32 master weights that are not sharded are among them.
+        """
+
     def sharded_states(self) -> dict[str, Parts]:
         """Returns the optimizer's state tensors by key (`exp_avg`), each element on exactly one rank.
 

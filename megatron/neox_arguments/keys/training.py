@@ -83,6 +83,12 @@ class TrainingKeys:
     skip_step_above_sigma: float | None = new_key(
         None, "Skip steps with a loss this many standard deviations above the recent ones", gt=0
     )
+    replica_check_interval: int = new_key(
+        0,
+        "Iterations between comparisons of the weights that several ranks hold, bit by bit; a difference ends the run. "
+        "0: none",
+        ge=0,
+    )
     callbacks: tuple[str, ...] = new_key(
         (),
         "Own callbacks, as FILE.py:CLASS: subclasses of megatron.callbacks.Callback with a constructor without "

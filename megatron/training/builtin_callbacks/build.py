@@ -25,6 +25,7 @@ from megatron.training.builtin_callbacks.memory_parts import MemoryParts
 from megatron.training.builtin_callbacks.packing_efficiency import PackingEfficiency
 from megatron.training.builtin_callbacks.plan_comparison import PlanComparison
 from megatron.training.builtin_callbacks.profiling import StepProfiler
+from megatron.training.builtin_callbacks.replica_check import ReplicaCheck
 from megatron.training.builtin_callbacks.router_load import build_router_load
 from megatron.training.builtin_callbacks.saving import SaveCallback
 from megatron.training.builtin_callbacks.stopping import StopCallback
@@ -122,6 +123,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         *([CompiledGraphs()] if args.compile else []),
         log,  # collects the step's values, which are read when the next step has begun
         *router_load,  # does the same with the load of experts
+        *([ReplicaCheck(training)] if args.replica_check_interval else []),  # ends the run if copies differ
         stop,  # decides whether this step is the last, and whether a save is due
         ValidationCallback(training, callbacks),  # calls on_validation_end
         *training.method.callbacks(training),

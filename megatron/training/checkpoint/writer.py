@@ -88,6 +88,7 @@ class CheckpointWriter:
         self.run, self.args, self.groups, self.engine, self.logger = run, args, groups, run.engine, run.logger
         self.schedule = run.schedule
         self.callback_states: Callable[[], Mapping[str, Mapping[str, Any]]] = dict  # set once there are callbacks
+        self.before_save: Callable[[], None] = lambda: None  # set by a callback; raises if nothing may be saved
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # The companion files of an imported model are kept, and written again when it is exported.
@@ -128,19 +129,19 @@ class CheckpointWriter:
             completes the write.
         ephemeral: the next save deletes this checkpoint.
         """
-        save = self.args.save_dir
+        args, save = self.args, self.args.save_dir
         assert save is not None
         self.wait()
         if self.saved_at == progress.iteration:
             on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
             return
+        self.before_save()
         in_background = self._check_space(Path(save)) and in_background
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
             if self._store is not None:  # each machine has a folder of its own
                 run_on_all_ranks(self.groups, lambda: temporary.mkdir(parents=True, exist_ok=True))
-        manifest, configs, states = self._manifest(progress), self.args.config_files, self._states(progress, ephemeral)
-        args = self.args
+        manifest, configs, states = self._manifest(progress), args.config_files, self._states(progress, ephemeral)
         keep = Retention(args.keep_last_n_checkpoints, args.keep_checkpoints_every, args.keep_best_n_checkpoints)
 
         def finish(records: list[list[FileRecord]]) -> None:
@@ -153,8 +154,7 @@ class CheckpointWriter:
 
         if in_background:
             assert self._writer is not None
-            start_time = time.monotonic()
-            copied, held = list(states), self._copies.held
+            start_time, copied, held = time.monotonic(), list(states), self._copies.held
             note = f" (from {readable_size(held)} of page-locked memory, which later saves use again)" if held else ""
             self.logger.info(
                 f"copied a checkpoint in {time.monotonic() - start_time:.2f} s; it is written while steps go on{note}"
@@ -222,6 +222,7 @@ class CheckpointWriter:
         in the background is completed first.
         """
         self.wait()
+        self.before_save()
         parent_folder = folder.parent / f".tmp_{folder.name}_weights"
         temporary, manifest = parent_folder / step_tag(progress.iteration), self._manifest(progress)
 

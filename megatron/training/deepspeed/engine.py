@@ -11,6 +11,7 @@ pipeline engine and ZeRO 0 or 1. Features that DeepSpeed computes wrongly or ref
 import contextlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -43,6 +44,7 @@ from megatron.training.deepspeed.pipeline import PipeStage, truncate_backward, w
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.engine import Engine, HostCopy, OnGradients, Parts, State, StepResult
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
+from megatron.training.weight_copies import copy_name, quantized_copies
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -359,6 +361,15 @@ class DeepSpeedEngine(Engine):
         gradients = [param.grad for param in (*self.stage.parameters(), *masters) if param.grad is not None]
         states = [*masters, *state_tensors(optimizer.state)]
         return {"weights": params, "gradients": gradients, "optimizer states": states}
+
+    def weight_copies(self) -> dict[str, Tensor]:
+        copies = quantized_copies(self.stage, self.args, self.groups)
+        if self.zero_stage == 3:  # all others are sharded
+            return copies
+        for layer, _, param, spec in parameters_with_specs(self.stage, self.args):
+            start = spec.expert_rows(self.groups)[0] * math.prod(param.shape[1:])
+            copies[copy_name(layer, spec, self.groups, start, param.numel())] = param
+        return copies
 
     def sharded_weights(self) -> Parts:
         return self._parts.weights()

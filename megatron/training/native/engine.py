@@ -25,6 +25,7 @@ from megatron.training.native.shards import GradientPass, ReplicatedWeights, Sha
 from megatron.training.native.update import Update
 from megatron.training.offload import offload_problems, offloads_optimizer
 from megatron.training.optimizers import state_tensors
+from megatron.training.weight_copies import copy_name, quantized_copies
 
 
 class NativeEngine(Engine):
@@ -150,6 +151,18 @@ class NativeEngine(Engine):
             assert full is not None
             layer_weights.setdefault(layer, {})[name] = full.to("cpu", copy=True)
         return layer_weights
+
+    def weight_copies(self) -> dict[str, Tensor]:
+        self.finish_update()
+        copies = quantized_copies(self._stage, self.args, self.groups)
+        for shard in (*self.shards.trained, *self.shards.frozen):
+            if shard.local.numel() == 0:  # more ranks than rows
+                continue
+            name = copy_name(shard.layer, shard.spec, self.groups, shard.start, shard.local.numel())
+            copies[name] = shard.local
+            if self.zero_stage == 0 and shard.local is not shard.param:
+                copies[f"{name}, {self.args.params_dtype}"] = shard.param
+        return copies
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
