@@ -62,7 +62,7 @@ def run_flipped(
 def values_of(folder: Path, layout: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     values = {"num_layers": 2, "train_micro_batch_size_per_gpu": 1, "train_batch_size": 12, "train_iters": 7}
     return config(
-        NEOX, values, {"replica_check_interval": 3, "checkpoint_factor": 3, "save": str(folder)}, layout, **overrides
+        NEOX, values, {"replica_check_interval": 3, "checkpoint_factor": 4, "save": str(folder)}, layout, **overrides
     )
 
 
@@ -94,16 +94,16 @@ AT_ONCE = ["dp2", "dp3", "tp2", "deepspeed zero1"]
 
 @pytest.mark.parametrize("name", cells(AT_ONCE, [name for name in FLIPS if name not in AT_ONCE]))
 def test_a_flipped_bit_ends_the_run_on_all_ranks(name: str, tmp_path: Path) -> None:
-    """After step 5, which the check of step 6 finds, or its own; the checkpoint of step 3 is the last one."""
+    """After step 5, which the check of step 6 finds, or its own; the checkpoint of step 4 is the last one."""
     ranks, layout, flips, weight, minority = FLIPS[name]
     values = values_of(tmp_path / "run", layout)
     outcomes = run_ranks(run_flipped, ranks, values, flips, 5)
     message, exit_code = outcomes[0]
     assert message is not None and all(outcome == outcomes[0] for outcome in outcomes) and exit_code not in (0, 1)
     step = 5 if values["replica_check_interval"] == 1 else 6
-    assert re.match(rf"step {step}: .* equal after step {4 if step == 5 else 3}\n", message), message
-    assert "global_step3" in message
-    assert (tmp_path / "run" / "latest").read_text() == "global_step3"
+    assert re.match(rf"step {step}: .* equal after step 4\n", message), message
+    assert "global_step4" in message
+    assert (tmp_path / "run" / "latest").read_text() == "global_step4"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
     (line,) = (line for line in message.splitlines() if line.startswith(weight))
     if minority is None:
@@ -116,8 +116,8 @@ def test_nothing_is_saved_between_checks(tmp_path: Path) -> None:
     """A save that is due before the next check compares the weights, too."""
     values = values_of(tmp_path / "run", {}, replica_check_interval=100)
     message, _ = run_ranks(run_flipped, 2, values, {1: (NORM, 0)}, 5)[0]
-    assert message is not None and message.startswith("step 6: ")
-    assert [path.name for path in (tmp_path / "run").glob("*global_step*")] == ["global_step3"]
+    assert message is not None and message.startswith("step 7: ")
+    assert [path.name for path in (tmp_path / "run").glob("*global_step*")] == ["global_step4"]
 
 
 QUIET: dict[str, tuple[int, dict[str, Any]]] = {
