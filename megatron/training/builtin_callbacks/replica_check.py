@@ -135,7 +135,7 @@ class ReplicaCheck(Callback):
         )
         args = self.training.args
         tag = read_latest(args.save_dir) if args.save_dir is not None else None
-        origin = f"from the last checkpoint, {tag}" if tag is not None else "from the beginning"
+        origin = f"from the last checkpoint, {tag}" if tag is not None else f"from {args.load or 'the beginning'}"
         return "\n".join(
             [
                 f"step {self.training.iteration}: copies of {number} differ in bits; they {comparison}",
