@@ -101,6 +101,7 @@ lint: $(ENV)  ## ruff, mypy, plain words, and whether the generated documentatio
 	$(RUN) tools/docs/other_stacks.py --check
 	$(RUN) tools/docs/gpu_results.py --check
 	$(RUN) tools/docs/layout_table.py --check
+	$(RUN) tools/docs/fault_table.py --check
 
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
 	$(RUN) benchmarks/train_throughput.py
@@ -116,6 +117,7 @@ docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/other_stacks.py
 	$(RUN) tools/docs/gpu_results.py
 	$(RUN) tools/docs/layout_table.py
+	$(RUN) tools/docs/fault_table.py
 
 docs-site: $(ENV)  ## the documentation as a site, .cache/site/index.html; a link without a target fails
 	$(RUN) -m sphinx --quiet -W --keep-going -b html -d .cache/site/.doctrees docs .cache/site

@@ -176,7 +176,9 @@ def _judge(case: Case, original: Path, expected: dict[str, Any], folder: Path) -
     resumed = run_ranks(run, folder, lambda rank: None)
     if not resumed.succeeded:
         return "wrong", _summary("did not go on", resumed)
-    if difference := _difference(expected, run.result(folder), stopped=case.fault.startswith("SIG")):
+    if difference := _difference(
+        expected, run.result(folder), is_disturbed=case.fault.startswith("SIG") or case.fault == "NaN"
+    ):
         return "wrong", difference
     return "equal", attempt.refusal or ""
 
@@ -249,10 +251,10 @@ def _summary(problem: str, ending: Ending) -> str:
     return f"{problem}: codes {ending.codes}: {ending.refusal or ending.traceback or ending.outputs[0][-300:]}"
 
 
-def _difference(expected: dict[str, Any], result: dict[str, Any], stopped: bool = False) -> str | None:
+def _difference(expected: dict[str, Any], result: dict[str, Any], is_disturbed: bool = False) -> str | None:
     """Returns where two results differ; None if they are equal.
 
-    stopped: whether a signal has stopped the run, which then gives up the validation under way.
+    is_disturbed: whether values of a validation may differ: a stopped run gives it up, and NaN may strike it.
     """
     rows = {row["iteration"]: row for row in result["metrics"]}
     if len(rows) != len(result["metrics"]):
@@ -260,8 +262,8 @@ def _difference(expected: dict[str, Any], result: dict[str, Any], stopped: bool 
     for row in expected["metrics"]:
         other_row = rows.get(row["iteration"], {})
         keys = [key for key in {**row, **other_row} if row.get(key) != other_row.get(key)]
-        if stopped:
-            keys = [key for key in keys if key in other_row or not key.startswith("validation/")]
+        if is_disturbed:
+            keys = [key for key in keys if not key.startswith("validation/")]
         if keys:
             return f"iteration {row['iteration']}: " + ", ".join(
                 f"{k} {row.get(k)} -> {other_row.get(k)}" for k in keys

@@ -37,7 +37,7 @@ class ValidationResult:
     @property
     def perplexity(self) -> float:
         """The perplexity exp(lm_loss), where the loss is capped at 20 as in GPT-NeoX."""
-        return math.exp(min(20.0, self.lm_loss))
+        return math.exp(min(self.lm_loss, 20.0))  # in this order a NaN stays one
 
     @property
     def character_perplexity(self) -> float | None:
@@ -46,7 +46,7 @@ class ValidationResult:
         Special tokens add their loss, but no characters.
         """
         per_character = self.tokens_per_character
-        return None if per_character is None else math.exp(min(20.0, self.lm_loss * per_character))
+        return None if per_character is None else math.exp(min(self.lm_loss * per_character, 20.0))
 
 
 def evaluate(

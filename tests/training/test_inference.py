@@ -1,5 +1,6 @@
 """Scores in the middle of a run, which does not notice them; validation loss, the same in every layout."""
 
+import math
 import random
 from copy import deepcopy
 from functools import partial, partialmethod
@@ -197,6 +198,11 @@ def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, l
         losses.append(torch.nn.functional.cross_entropy(logits[counts], batch.labels[0][counts], reduction="sum"))
         labels.append(batch.labels[0][counts].numpy())
     return float(torch.stack(losses).sum()) / sum(map(len, labels)), labels
+
+
+def test_a_loss_of_nan_has_no_perplexity() -> None:
+    result = ValidationResult(math.nan, 1.0, tokens_per_character=0.25)
+    assert math.isnan(result.perplexity) and math.isnan(result.character_perplexity or 0.0)
 
 
 def test_against_the_bare_model(one_process: dict[str, list[ValidationResult]]) -> None:

@@ -1,4 +1,4 @@
-"""A run told to stop finishes its step, saves and says so. tests/soak/test_kill.py starts it again."""
+"""A run told to stop finishes its step, saves and says so. tests/soak/test_faults.py starts it again."""
 
 import json
 import logging
