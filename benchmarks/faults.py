@@ -42,7 +42,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in rows:
             if row["verdict"] != "missed":
                 counts.setdefault(row[field], Counter())[row["verdict"]] += 1
-        lines += [f"| {title} | Tried | Went on, bit-equal | Refused by name | Wrong |", "|---|---:|---:|---:|---:|"]
+        lines += [f"| {title} | Tried | Continued, bit-equal | Refused by name | Wrong |", "|---|---:|---:|---:|---:|"]
         for name, count in sorted(counts.items()):
             lines.append(f"| {name} | {count.total()} | {count['equal']} | {count['refused']} | {count['wrong']} |")
         lines.append("")
@@ -68,12 +68,12 @@ def main() -> int:
     warm_up()
     indices_in_ledger = {row["index"] for row in read_ledger(options.ledger) if row["seed"] == options.seed}
     all_cases = (draw(options.seed, index) for index in itertools.count())
-    drawn = (case for case in all_cases if case.layout in (options.layouts or [case.layout])
+    matching_cases = (case for case in all_cases if case.layout in (options.layouts or [case.layout])
              and case.objective in (options.objectives or [case.objective]))  # fmt: skip
     if options.only:
         cases = [draw(options.seed, index) for index in options.only]
     else:
-        cases = [case for case in itertools.islice(drawn, options.n) if case.index not in indices_in_ledger]
+        cases = [case for case in itertools.islice(matching_cases, options.n) if case.index not in indices_in_ledger]
     commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     wrong = 0
     folder = Path(tempfile.mkdtemp(prefix="neox_faults_"))  # TemporaryDirectory's would be removed by forks that end

@@ -238,8 +238,10 @@ def _mend_disk(fault: str, folder: Path) -> None:
 
 
 def _misbehaviour(ending: Ending, fault: str) -> str | None:
-    """Returns what is wrong with the end of a broken run: it hung, or ended with code 1 without one clear
-    line, unless the fault may crash it. None if nothing is."""
+    """Returns the problem with the end of a broken run; None if there is none.
+
+    A run may not hang, and ends with code 1 only with one clear line, unless the fault may crash it.
+    """
     if ending.hung:
         return _summary("hung", ending)
     if ending.succeeded or any(code < 0 or code > 1 for code in ending.codes) or fault in _CRASHES:
@@ -256,9 +258,13 @@ def _difference(expected: dict[str, Any], result: dict[str, Any], is_disturbed: 
 
     is_disturbed: whether values of a validation may differ: a stopped run gives it up, and NaN may strike it.
     """
-    rows = {row["iteration"]: row for row in result["metrics"]}
-    if len(rows) != len(result["metrics"]):
-        return f"a row of metrics stands twice: iterations {[row['iteration'] for row in result['metrics']]}"
+    rows: dict[int, dict[str, Any]] = {}
+    for row in result["metrics"]:  # a run stopped after its last step validates at its next start, in a further row
+        merged_row = rows.setdefault(row["iteration"], {})
+        repeated = [key for key in row if key in merged_row and key != "iteration"]
+        if repeated:
+            return f"iteration {row['iteration']} has {', '.join(repeated)} twice"
+        merged_row.update(row)
     for row in expected["metrics"]:
         other_row = rows.get(row["iteration"], {})
         keys = [key for key in {**row, **other_row} if row.get(key) != other_row.get(key)]

@@ -23,9 +23,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the tables are out of date")
     options = parser.parse_args()
     rows = read_ledger(LEDGER)
-    tried = [row for row in rows if row["verdict"] != "missed"]
+    reached = [row for row in rows if row["verdict"] != "missed"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
-    summary = f"{len(tried)} faults of seeds {seeds}; in {len(rows) - len(tried)} further cases the place of the fault "
+    summary = (
+        f"{len(reached)} faults of seeds {seeds}; in {len(rows) - len(reached)} further cases the place of the fault "
+    )
     text = summary + "was never reached.\n\n" + "\n".join(table(rows))
     return write_or_check(PAGE, {BEGIN: text}, END, "tools/docs/fault_table.py", options.check)
 
