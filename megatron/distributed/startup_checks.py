@@ -206,6 +206,7 @@ def code_differences(remote: Mapping[str, Any], local: Mapping[str, Any]) -> lis
         if remote_value != local_value:
             one_sided = "is missing on rank 0" if remote_value else "is only on rank 0"
             lines.append(f"{name} {'differs' if remote_value and local_value else one_sided}")
+    lines = lines or ["a file was changed while the ranks started"]
     if remote["package"] != local["package"]:
         lines[0] = f"the package is {remote['package']}, but {local['package']} on rank 0: {lines[0]}"
     return lines

@@ -80,6 +80,13 @@ def test_other_code_and_libraries_are_reported() -> None:
     )
 
 
+def test_a_file_that_changed_and_is_the_same_by_now_is_reported_too() -> None:
+    here, elsewhere = ({"package": folder, "files": {"train.py": "0"}} for folder in ("/a", "/b"))
+    assert len(startup_checks.code_differences(here, here)) == 1
+    (line,) = startup_checks.code_differences(elsewhere, here)
+    assert "/a" in line and "/b" in line
+
+
 def test_sources_are_the_files_of_the_package_and_the_script(tmp_path: Path) -> None:
     shutil.copytree(startup_checks.PACKAGE, tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "run.py").write_text("1")
