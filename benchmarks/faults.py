@@ -62,18 +62,18 @@ def main() -> int:
     if options.table:
         print("\n".join(table(read_ledger(options.ledger))))
         return 0
-    from benchmarks.fault_campaign.cases import References, draw, judge, ledger_row
+    from benchmarks.fault_campaign.cases import References, case_of, draw, judge, ledger_row
     from benchmarks.fault_campaign.processes import warm_up
 
     warm_up()
-    indices_in_ledger = {row["index"] for row in read_ledger(options.ledger) if row["seed"] == options.seed}
+    rows = {row["index"]: row for row in read_ledger(options.ledger) if row["seed"] == options.seed}
     all_cases = (draw(options.seed, index) for index in itertools.count())
     matching_cases = (case for case in all_cases if case.layout in (options.layouts or [case.layout])
              and case.objective in (options.objectives or [case.objective]))  # fmt: skip
     if options.only:
-        cases = [draw(options.seed, index) for index in options.only]
+        cases = [case_of(rows[index]) if index in rows else draw(options.seed, index) for index in options.only]
     else:
-        cases = [case for case in itertools.islice(matching_cases, options.n) if case.index not in indices_in_ledger]
+        cases = [case for case in itertools.islice(matching_cases, options.n) if case.index not in rows]
     commit = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     wrong = 0
     folder = Path(tempfile.mkdtemp(prefix="neox_faults_"))  # TemporaryDirectory's would be removed by forks that end

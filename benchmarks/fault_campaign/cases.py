@@ -4,18 +4,29 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from benchmarks.fault_campaign.faults import COMMAND_PHASES, DAMAGES, FAULTS, PHASES, Injection, damage, install
-from benchmarks.fault_campaign.processes import Ending, run_ranks
+from benchmarks.fault_campaign.faults import (
+    COMMAND_PHASES,
+    DAMAGES,
+    FAULTS,
+    PHASES,
+    RESTARTED_FAULTS,
+    Injection,
+    damage,
+    install,
+)
+from benchmarks.fault_campaign.processes import HANG_S, Ending, run_ranks
 from benchmarks.fault_campaign.runs import (
     COMMAND,
     COMMANDS,
@@ -29,6 +40,9 @@ from benchmarks.fault_campaign.runs import (
 )
 from tests.disks import mount, remount
 
+BETWEEN_STARTS = "between two starts"
+"""The phase of damages in the ledger."""
+ROOT = Path(__file__).resolve().parents[2]
 Verdict = Literal["equal", "refused", "missed", "wrong"]
 """equal: the run went on to the same bits.
 
@@ -38,7 +52,7 @@ missed: the fault's place was never reached. wrong: anything else."""
 _DISK_FAULTS = ("disk full", "disk read-only")
 _CRASHES = ("connections lost", "no descriptors left", "memory limit")  # as if killed: a traceback may tell
 _DISK_KB = 128 * 1024
-_SHARE_OF_DAMAGES, _SHARE_OF_COMMANDS = 0.25, 0.15
+_SHARE_OF_DAMAGES, _SHARE_OF_COMMANDS, _SHARE_OF_RESTARTS = 0.25, 0.15, 0.05
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,7 @@ class Case:
 
     start: the checkpoint with which the run begins; 0: none. injection: a fault inside a rank, or None.
     damage: one of DAMAGES, done to the files of the run before it starts from `start`, or None.
+    restarts: 0: the campaign starts the run again; else deepy.py may do so, that many times.
     """
 
     seed: int
@@ -56,16 +71,12 @@ class Case:
     start: int
     injection: Injection | None
     damage: str | None
+    restarts: int = 0
 
     @property
     def fault(self) -> str:
         """Returns the name of the fault."""
         return self.injection.fault if self.injection is not None else str(self.damage)
-
-    @property
-    def phase(self) -> str:
-        """Returns the name of the phase in which the fault happens."""
-        return self.injection.phase if self.injection is not None else "between two starts"
 
 
 @dataclass(frozen=True)
@@ -80,15 +91,29 @@ class Outcome:
 def draw(seed: int, index: int) -> Case:
     """Returns the case with this index in the campaign of this seed."""
     choice = random.Random(f"{seed} {index}")
-    if choice.random() < _SHARE_OF_COMMANDS:
-        phase, fault = choice.choice(COMMAND_PHASES), choice.choice([name for name in FAULTS if name != "NaN"])
+    rank_faults = [name for name in FAULTS if name != "SIGSTOP"]
+    command_faults = [name for name in rank_faults if name != "NaN"]
+    kind = choice.random()
+    if kind < _SHARE_OF_RESTARTS:
+        layout = choice.choice([name for name in LAYOUTS if not name.startswith("deepspeed")])
+        phase, fault = choice.choice(list(PHASES)), choice.choice(RESTARTED_FAULTS)
+        injection = Injection(
+            fault,
+            phase,
+            choice.randint(1, PHASES[phase][1]),
+            choice.random() < 0.5,
+            choice.randrange(LAYOUTS[layout][0]),
+        )
+        return Case(seed, index, layout, choice.choice(OBJECTIVE_NAMES), 0, injection, None, restarts=2)
+    if kind < _SHARE_OF_RESTARTS + _SHARE_OF_COMMANDS:
+        phase, fault = choice.choice(COMMAND_PHASES), choice.choice(command_faults)
         injection = Injection(fault, phase, choice.randint(1, PHASES[phase][1]), choice.random() < 0.5, 0)
         return Case(seed, index, COMMAND, choice.choice(list(COMMANDS)), 0, injection, None)
     layout, objective = choice.choice(list(LAYOUTS)), choice.choice(OBJECTIVE_NAMES)
     start = choice.choice((0, 2, 4))
     if choice.random() < _SHARE_OF_DAMAGES:
         return Case(seed, index, layout, objective, start or 2, None, choice.choice(DAMAGES))
-    phase, fault = choice.choice(list(PHASES)), choice.choice(list(FAULTS))
+    phase, fault = choice.choice(list(PHASES)), choice.choice(rank_faults)
     num_calls = max(1, PHASES[phase][1] * (STEPS - start) // STEPS)
     injection = Injection(
         fault, phase, choice.randint(1, num_calls), choice.random() < 0.5, choice.randrange(LAYOUTS[layout][0])
@@ -167,6 +192,8 @@ def _judge(case: Case, original: Path, expected: dict[str, Any], folder: Path) -
         rewind(folder, case.start)
     if case.injection is None:
         return _judge_damage(case, run, folder, expected, original, choice)
+    if case.restarts:
+        return _judge_restart(case, run, folder, expected)
     attempt = run_ranks(run, folder, partial(_break, case.injection, folder))
     if not (folder / "reached").exists():
         return ("missed", "") if attempt.succeeded else ("wrong", _summary("failed without its fault", attempt))
@@ -181,6 +208,31 @@ def _judge(case: Case, original: Path, expected: dict[str, Any], folder: Path) -
     ):
         return "wrong", difference
     return "equal", attempt.refusal or ""
+
+
+def _judge_restart(
+    case: Case, run: TrainingRun | CommandRun, folder: Path, expected: dict[str, Any]
+) -> tuple[Verdict, str]:
+    """Starts the run once, through deepy.py, which has to bring it to its end."""
+    words = ["--num_gpus", str(run.ranks), "--max-restarts", str(case.restarts)]
+    command = [
+        sys.executable,
+        str(ROOT / "deepy.py"),
+        *words,
+        str(Path(__file__).with_name("faulty_train.py")),
+        "run.yml",
+    ]
+    env = {**os.environ, "NEOX_FAULT": json.dumps(asdict(case.injection)), "PYTHONPATH": str(ROOT)}  # type: ignore[arg-type]
+    try:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3 * HANG_S)
+    except subprocess.TimeoutExpired as hang:
+        return "wrong", f"hung: {(hang.stdout or b'')[-500:]!r}"
+    if done.returncode != 0:
+        return "wrong", f"code {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
+    if not (folder / "reached").exists():
+        return "missed", ""
+    difference = _difference(expected, run.result(folder))
+    return ("wrong", difference) if difference else ("equal", "")
 
 
 def _judge_damage(
@@ -279,12 +331,18 @@ def _difference(expected: dict[str, Any], result: dict[str, Any], is_disturbed: 
 
 
 def ledger_row(case: Case, outcome: Outcome) -> dict[str, Any]:
-    """Returns the line of a case in the ledger."""
+    """Returns the line of a case in the ledger, which has all that `case_of` needs."""
     row = {key: value for key, value in asdict(case).items() if key not in ("injection", "damage")}
-    place = {} if case.injection is None else {
-        "nth": case.injection.nth, "is_late": case.injection.is_late, "rank": case.injection.rank
-    }  # fmt: skip
-    return {
-        **row, "phase": case.phase, "fault": case.fault, **place, "verdict": outcome.verdict, "detail": outcome.detail,
-        "seconds": round(outcome.seconds, 1),
-    }  # fmt: skip
+    place = {"phase": BETWEEN_STARTS, "fault": case.damage} if case.injection is None else asdict(case.injection)
+    seconds = round(outcome.seconds, 1)
+    return {**row, **place, "verdict": outcome.verdict, "detail": outcome.detail, "seconds": seconds}
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """Returns the case of a line in the ledger, whatever `draw` returns for its index by now."""
+    names = ("seed", "index", "layout", "objective", "start")
+    values = {name: row[name] for name in names} | {"restarts": row.get("restarts", 0)}
+    if row["phase"] == BETWEEN_STARTS:
+        return Case(**values, injection=None, damage=row["fault"])
+    injection = Injection(row["fault"], row["phase"], row["nth"], row["is_late"], row["rank"])
+    return Case(**values, injection=injection, damage=None)

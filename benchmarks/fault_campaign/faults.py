@@ -54,6 +54,8 @@ PHASES: Mapping[str, tuple[tuple[tuple[str, str], ...], int]] = FrozenDict({
 })  # fmt: skip
 
 
+RESTARTED_FAULTS = ("SIGKILL", "SIGSTOP", "connections lost", "no descriptors left", "memory limit")
+"""Faults after which deepy.py starts a run again. Only deepy.py notices a stopped rank (SIGSTOP)."""
 COMMAND_PHASES = ("open of a file", "sync of a save", "rename of a save", "replacement of a file")
 
 
@@ -185,6 +187,7 @@ FAULTS: Mapping[str, Callable[[Path], None]] = FrozenDict({
     "SIGINT": _signal(signal.SIGINT),
     "SIGUSR1": _signal(signal.SIGUSR1),
     "SIGUSR1 twice": _signal(signal.SIGUSR1, signal.SIGUSR1),
+    "SIGSTOP": _signal(signal.SIGSTOP),
     "slow rank": _slow,
     "NaN": _make_nan,
     "connections lost": _close_sockets,
