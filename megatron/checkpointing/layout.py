@@ -17,6 +17,7 @@ import re
 from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.neox_arguments.values.whole_numbers import whole_number
 
 LATEST = "latest"
 LOGITS = "checkpoint_validation_logits"  # in mp_rank files
@@ -130,7 +131,8 @@ def _directory(save: Path, tag: str) -> Path | None:
     """Returns the directory of checkpoint `tag` in `save`, or its backup; None if there is none.
 
     Some converters write "0" for "global_step0", so both names are tried."""
-    tags = [tag, step_tag(int(tag))] if tag.isdigit() else [tag]
+    step = whole_number(tag)
+    tags = [tag] if step is None else [tag, step_tag(step)]
     if match := _TAG.fullmatch(tag):
         tags.append(match[1])
     # After a crash between the two renames of `publish`, only the (complete) backup of this step exists.

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.neox_arguments.errors import UserError
+from megatron.neox_arguments.values.whole_numbers import whole_number
 
 DEFAULT_PORT = 29500
+MOST_NODES = 1_000_000  # more are a mistake, and would fill the memory
 ONE_PER_GPU = ("auto", "gpu", "cpu")  # values of PET_NPROC_PER_NODE that are not numbers
 _GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # numbers in a Slurm node list
 # Variables of rank, world size, local rank and local world size: OpenMPI, MVAPICH, Hydra (MPICH, Intel MPI)
@@ -96,17 +98,25 @@ def install_root() -> Path:
 def port_of(value: int | str, name: str = "MASTER_PORT") -> int:
     """Returns `value`, which the environment variable `name` has, as a port number. Raises LaunchError if it
     is not one."""
-    if not str(value).isdecimal() or not 0 < int(value) < 65536:
+    number = whole_number(str(value))
+    if number is None or not 0 < number < 65536:
         raise LaunchError(f"{name}={value!r} in the environment is not a port number (1 to 65535); correct or unset it")
-    return int(value)
+    return number
 
 
-def read_integer(env: Mapping[str, str], name: str) -> int:
+def read_integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Returns the value of an environment variable as an integer. Raises LaunchError if it is not a whole
-    number."""
-    if not env[name].isdecimal():
-        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number; correct or unset it")
-    return int(env[name])
+    number.
+
+    default: the value if the variable is unset or empty; None: it must be set.
+    """
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    number = whole_number(text.strip())
+    if number is None:
+        raise LaunchError(f"{name}={text[:100]!r} in the environment is not a whole number; correct or unset it")
+    return number
 
 
 def first_host(nodelist: str) -> str:
@@ -199,7 +209,4 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         if default is None:
             raise LaunchError(f"the environment sets other rank variables but not {name}; set all of them or none")
         return default
-    try:
-        return int(env[name])
-    except ValueError:
-        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number; correct it") from None
+    return read_integer(env, name)

@@ -90,11 +90,13 @@ def read_hostfile(path: str | Path, key: str = "hostfile") -> dict[str, int]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as problem:
         raise LaunchError(f"{key}: {path} cannot be read ({problem.strerror})") from None
+    except UnicodeDecodeError as problem:
+        raise LaunchError(f"{key}: {path} is not UTF-8 text (byte {problem.start}); write it again") from None
     for number, line in enumerate(lines, start=1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        match = re.fullmatch(r"(\S+)\s+slots=(\d{1,6})", line)
         if match is None:
             raise LaunchError(f"{path}:{number}: {line!r} is not of the form `host slots=N`")
         if match[1] in slots_of:
@@ -126,7 +128,7 @@ def choose_slots(
         host, colon, numbers = part.strip().partition(":")
         if host not in slots:
             raise LaunchError(f"{key_name}: {text!r} names {host}, which is not in {key} ({', '.join(slots)})")
-        if not re.fullmatch(r"\d+(,\d+)*", numbers) and colon:
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", numbers) and colon:
             raise LaunchError(f"{key_name}: {part!r} is not of the form HOST:0,1; correct it")
         for slot in map(int, numbers.split(",")) if colon else slots[host]:
             if slot not in slots[host]:
@@ -174,7 +176,7 @@ def carried(env: Mapping[str, str]) -> dict[str, str]:
 
 def _host(text: str) -> Node:
     """Parses a value of `--hosts`: `a:2,3` (GPUs), `a=2` (number of ranks) or `a` (all GPUs of machine a)."""
-    match = re.fullmatch(r"([^\s:=,@]+)(?::(\d+(?:,\d+)*)|=(\d+))?", text)
+    match = re.fullmatch(r"([^\s:=,@]+)(?::(\d{1,6}(?:,\d{1,6})*)|=(\d{1,6}))?", text)
     if match is None or text.endswith((".py", ".yml", ".yaml")):
         raise LaunchError(
             f"--hosts: {text!r} is not HOST, HOST:0,1 or HOST=RANKS; --hosts takes all words up to the next flag, so "

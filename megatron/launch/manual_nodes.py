@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.launch.environment import DEFAULT_PORT, ONE_PER_GPU, LaunchError, port_of, read_integer
+from megatron.launch.environment import DEFAULT_PORT, MOST_NODES, ONE_PER_GPU, LaunchError, port_of, read_integer
 from megatron.launch.hosts import Node
 from megatron.launch.typed_variables import resolve_main_node
+from megatron.neox_arguments.values.whole_numbers import whole_number
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -45,7 +46,7 @@ def find_manual_node(
     values.
     """
     nodes_of_pods, rank_of_pod = _pods(env)
-    if node_rank is None and int(env.get("WORLD_SIZE", "1") or 1) > 1 and {"RANK", "LOCAL_RANK"} <= set(env):
+    if node_rank is None and read_integer(env, "WORLD_SIZE", 1) > 1 and {"RANK", "LOCAL_RANK"} <= set(env):
         raise LaunchError(
             f"RANK={env['RANK']}, LOCAL_RANK={env['LOCAL_RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set, so this "
             "process is a rank already; start the script itself instead of deepy.py, or unset these variables"
@@ -66,6 +67,8 @@ def find_manual_node(
         return None
     if not 0 <= node_rank < count:
         raise LaunchError(f"node_rank: {node_rank} is not in 0 to {count - 1}; correct it, or --num_nodes ({count})")
+    if count > MOST_NODES:
+        raise LaunchError(f"{count} machines are asked for, more than {MOST_NODES}; correct num_nodes or PET_NNODES")
     address = args.master_addr or resolve_main_node(env, [node.host for node in host_nodes])
     address = address or env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
     address = address or (host_nodes[0].host if host_nodes else "127.0.0.1" if count == 1 else None)
@@ -94,11 +97,11 @@ def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Returns (number of pods, index of this pod) from the variables of a Kubernetes operator; (None, None)
     outside a pod."""
     if env.get("PET_NODE_RANK") and env.get("PET_NNODES"):
-        if not env["PET_NNODES"].isdecimal():
+        if (nodes := whole_number(env["PET_NNODES"])) is None:
             raise LaunchError(
                 f"PET_NNODES={env['PET_NNODES']!r}: elastic jobs are not supported; set a fixed number of pods"
             )
-        return int(env["PET_NNODES"]), read_integer(env, "PET_NODE_RANK")
+        return nodes, read_integer(env, "PET_NODE_RANK")
     if env.get("RANK") and env.get("WORLD_SIZE") and "LOCAL_RANK" not in env and env.get("MASTER_ADDR"):
         return read_integer(env, "WORLD_SIZE"), read_integer(env, "RANK")
     return None, None

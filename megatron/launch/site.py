@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError, install_root
+from megatron.neox_arguments.values.whole_numbers import whole_number
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -70,9 +71,9 @@ def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]
         name, kind = "NEOX_NODES", "training that starts from a model"
     if name not in site:
         return None, kind
-    if not site[name].isdecimal() or int(site[name]) == 0:
+    if not (nodes := whole_number(site[name])):
         raise LaunchError(f"{name}={site[name]!r} is not a number of nodes; correct it (see slurm/sites)")
-    return int(site[name]), kind
+    return nodes, kind
 
 
 def sbatch_line(args: "NeoXArgs", env: Mapping[str, str]) -> str:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.launch.container import read_container
-from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root, port_of
+from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root, port_of, read_integer
 from megatron.launch.hosts import Node
 from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
+from megatron.neox_arguments.values.whole_numbers import whole_number
 from megatron.process import run_files, say
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def job_port(env: Mapping[str, str]) -> int:
 
     So jobs that share a node use different ports.
     """
-    return port_of(env.get("MASTER_PORT") or DEFAULT_PORT + int(env.get("SLURM_JOB_ID") or 0) % 1000)
+    return port_of(env.get("MASTER_PORT") or DEFAULT_PORT + read_integer(env, "SLURM_JOB_ID", 0) % 1000)
 
 
 def has_slurm(args: "NeoXArgs", env: Mapping[str, str]) -> bool:
@@ -84,21 +85,21 @@ def step_node(env: Mapping[str, str], started_by_us: bool) -> int | None:
     """
     if "SLURM_STEP_ID" not in env:
         return None
-    if not started_by_us and int(env.get("SLURM_STEP_NUM_NODES") or 1) > 1:
+    if not started_by_us and read_integer(env, "SLURM_STEP_NUM_NODES", 1) > 1:
         raise LaunchError("deepy.py starts srun itself: run it without srun, in the batch script or in salloc's shell")
     if max(task_counts(env, "SLURM_STEP_TASKS_PER_NODE")) > 1:
         raise LaunchError(
             "srun started deepy.py several times on a node, and each would start all its ranks: use "
             "--ntasks-per-node=1, or let srun start the ranks: srun python train.py CONFIG..."
         )
-    return int(env.get("SLURM_NODEID", "0"))
+    return read_integer(env, "SLURM_NODEID", 0)
 
 
 def check_gpus(env: Mapping[str, str], visible: Sequence[str]) -> None:
     """Raises LaunchError if torch sees fewer GPUs than Slurm gave this node; ranks would otherwise run on the
     CPU."""
     allocated = env.get("SLURM_GPUS_ON_NODE", "")
-    if "SLURM_STEP_ID" in env and allocated.isdecimal() and int(allocated) > len(visible):
+    if "SLURM_STEP_ID" in env and (whole_number(allocated) or 0) > len(visible):
         raise LaunchError(
             f"Slurm gave this node {allocated} GPUs, but torch sees {len(visible)}: run nvidia-smi there, or "
             f"exclude the node (sbatch --exclude={env.get('SLURMD_NODENAME', '')}); to run on CPUs: sbatch --gres=none"
@@ -113,7 +114,7 @@ def task_counts(env: Mapping[str, str], name: str = "SLURM_TASKS_PER_NODE") -> t
     """
     counts, text = list[int](), env.get(name, "1")
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
         if match is None:
             raise LaunchError(
                 f"{name}={text!r} in the environment cannot be read; expected numbers of tasks such as 4(x2),1"
@@ -210,7 +211,7 @@ def job_exit_code(
 
 
 def _restarts(env: Mapping[str, str]) -> int:
-    return int(env.get("SLURM_RESTART_COUNT") or 0)
+    return read_integer(env, "SLURM_RESTART_COUNT", 0)
 
 
 def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
@@ -222,7 +223,7 @@ def _gpus_asked_for(job: str, env: Mapping[str, str]) -> int:
     requested = dict(re.findall(r"TresPer(\w+)=(\S*gpu\S*)", job))
     if "Node" in requested:
         return int((re.search(r"gpu(?:[:/][^,:=]*[A-Za-z][^,:=]*)?[:=](\d+)", requested["Node"]) or [0, 1])[1])
-    return int(env.get("SLURM_GPUS_ON_NODE") or 0) if requested else 0
+    return read_integer(env, "SLURM_GPUS_ON_NODE", 0) if requested else 0
 
 
 def to_end_of_line(name: str, job: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron.launch import runners
 from megatron.launch.devices import cores, free_port
-from megatron.launch.environment import LaunchError, ProcessInfo
+from megatron.launch.environment import LaunchError, ProcessInfo, port_of
 from megatron.launch.heartbeat import SshSupervisor
 from megatron.launch.hosts import hosts_of
 from megatron.launch.launcher_rendezvous import LauncherRendezvous, RankAssignment
@@ -307,9 +307,7 @@ def _port(requested: int | None) -> int:
     source, text = "master_port", os.environ.get("MASTER_PORT")
     if requested is None and text:
         source = "MASTER_PORT in the environment"
-        if not text.isdecimal():
-            raise LaunchError(f"{source} is {text!r}, not a port number; correct or unset it")
-        requested = int(text)
+        requested = port_of(text)
     if requested is None:
         return free_port()
     with socket.socket() as probe:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from megatron.launch.environment import LaunchError
+from megatron.launch.environment import LaunchError, read_integer
 from megatron.launch.site import site_nodes, site_variables, starts_from_a_model
 from megatron.launch.slurm import scontrol, tasks_asked_for, to_end_of_line
 from megatron.neox_arguments import ConfigError
@@ -46,7 +46,7 @@ def has_nodes_option(env: Mapping[str, str]) -> bool:
     nodes nor tasks, so sbatch sets a number of tasks (one per node) only if --nodes is on its command line
     (tried with Slurm 22.05 and 24.11).
     """
-    return int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1 or tasks_asked_for(env) is not None
+    return read_integer(env, "SLURM_JOB_NUM_NODES", 1) > 1 or tasks_asked_for(env) is not None
 
 
 def resubmit_command(job: str, nodes: int, words: Sequence[str], logs: Mapping[str, str]) -> list[str]:
@@ -89,7 +89,7 @@ def main(words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
             from_model = starts_from_a_model(parse_deepy(["train.py", *words]).args.check_training())
         files = list(takewhile(lambda word: not word.startswith("-"), words))
         nodes, kind = site_nodes(from_model, files, site_variables(env))
-        if nodes is None or nodes == int(env.get("SLURM_JOB_NUM_NODES", "1")):
+        if nodes is None or nodes == read_integer(env, "SLURM_JOB_NUM_NODES", 1):
             return GO_ON
         _say(f"no --nodes: {kind} has {nodes} nodes at site {env['NEOX_SITE']}")
         _submit(nodes, words, env)

@@ -30,6 +30,7 @@ from megatron.data.cleaning.plan import CleaningOptions  # noqa: E402
 from megatron.data.cleaning.recipe import RULES, Recipe, rules_of  # noqa: E402
 from megatron.data.cleaning.row_files import FORMATS  # noqa: E402
 from megatron.data.preprocessing.inputs import resolve  # noqa: E402
+from megatron.neox_arguments.values.whole_numbers import whole_number  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import INPUT_HELP, add_choice_flags  # noqa: E402
@@ -158,9 +159,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not (number := whole_number(text)):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
-    return int(text)
+    return number
 
 
 def _share(text: str) -> float:

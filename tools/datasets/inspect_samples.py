@@ -21,6 +21,7 @@ from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import page, terminal
 from megatron.data.inspection.samples import DisplayedSample, PackedRows, StoredDocuments, group_pairs
 from megatron.data.inspection.statistics import dataset_stats, histogram, table
+from megatron.neox_arguments.values.whole_numbers import whole_number
 from megatron.process.command_parser import CommandParser
 from megatron.process.terminal import has_colours
 from megatron.tokenizer import TokenizerError, make_tokenizer
@@ -69,9 +70,10 @@ def at_least(minimum: int) -> Callable[[str], int]:
     """Returns an argparse type for whole numbers of at least `minimum`."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
+        value = whole_number(text)
+        if value is None or value < minimum:
             raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {minimum}")
-        return int(text)
+        return value
 
     return number
 
@@ -103,9 +105,7 @@ def show(options: argparse.Namespace) -> None:
     columns = find_file_groups(options.prefix)
     views = [chosen_view for group in group_pairs(columns) for chosen_view in chosen(group, options)]
     stats, picture = [], None
-    colour = options.color == "always" or (
-        options.color == "auto" and sys.stdout.isatty() and has_colours()
-    )
+    colour = options.color == "always" or (options.color == "auto" and sys.stdout.isatty() and has_colours())
     if options.stats:
         stats = [dataset_stats(column, tokenizer.special_tokens) for column in columns]
         picture = histogram({Path(column_stats.name).name: column_stats.lengths for column_stats in stats})

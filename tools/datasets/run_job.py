@@ -12,6 +12,7 @@ from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, PreprocessProgress, PreprocessResult, preprocess
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve, split_names
+from megatron.neox_arguments.values.whole_numbers import whole_number
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults
 
@@ -121,9 +122,10 @@ def _bad_rows(text: str) -> int | None:
     number."""
     if text in ("drop", "skip"):  # --on-error, the older name of the flag, calls it skip
         return None
-    if text != "stop" and not (text.isascii() and text.isdigit()):
+    rows = 0 if text == "stop" else whole_number(text)
+    if rows is None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected stop, drop or a number of rows")
-    return 0 if text == "stop" else int(text)
+    return rows
 
 
 def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> PreprocessResult:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check, failed, warning
+from megatron.neox_arguments.values.local_paths import with_home
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -19,8 +20,8 @@ def model_check(name: str, env: Mapping[str, str] = os.environ, timeout_s: float
     @revision."""
     name = name.removeprefix("hf://")
     title = f"model {name}"
-    if Path(name).expanduser().exists() or name.startswith(("/", ".", "~")):
-        return _folder(title, Path(name).expanduser())
+    if with_home(name).exists() or name.startswith(("/", ".", "~")):
+        return _folder(title, with_home(name))
     repository, _, revision = name.partition("@")
     token, place = find_token(env)
     token_note = f"token found in {place}" if token else "no token found"
@@ -53,7 +54,7 @@ def find_token(env: Mapping[str, str]) -> tuple[str | None, str]:
     for variable in _TOKENS:
         if env.get(variable, "").strip():
             return env[variable].strip(), variable
-    file = Path(env.get("HF_TOKEN_PATH") or _home(env) / "token").expanduser()
+    file = with_home(env.get("HF_TOKEN_PATH") or _home(env) / "token")
     try:
         text = file.read_text().strip()
     except OSError:
@@ -113,4 +114,4 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _home(env: Mapping[str, str]) -> Path:
-    return Path(env.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return with_home(env.get("HF_HOME") or "~/.cache/huggingface")
