@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.neox_arguments.values.local_paths import with_home  # noqa: E402
 from megatron.operations.memory_parts import memory_file, plot, read_memory, table  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
@@ -97,7 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    first_path = Path(options.what[0]).expanduser()
+    first_path = with_home(options.what[0])
     is_run = first_path.is_dir() or first_path.name == MEMORY_FILE
     try:
         if is_run and (len(options.what) > 1 or options.set):

@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from megatron.evaluation.results import FEWSHOT_SEED, NUMPY_SEED, RANDOM_SEED, E
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.process import StopRequested, look_for_stop
 from megatron.tokenizer import Tokenizer
 
@@ -185,7 +185,7 @@ def _cached(language_model: NeoXLM, args: NeoXArgs, identity: str | None) -> Ite
     length, tokenizer = language_model.max_length, language_model.tokenizer_name
     cache_key = (identity, args.params_dtype, args.eval_overlong, length, tokenizer)
     name = hashlib.sha256(repr(cache_key).encode()).hexdigest()[:16]
-    folder = Path(args.eval_cache).expanduser()
+    folder = with_home(args.eval_cache)
     folder.mkdir(parents=True, exist_ok=True)
     cached = CachingLM(language_model, str(folder / f"{name}.db"))
     try:

@@ -17,6 +17,7 @@ from megatron.generation.prompts.chat import ChatTemplate
 from megatron.model import Model
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.process.run_files import to_json
 
 TIME = "%m-%d-%Y-%H-%M-%S"  # in file names, as in GPT-NeoX
@@ -103,7 +104,7 @@ def output_folder(args: NeoXArgs) -> Path:
 
     Call it before the evaluation, because it raises ConfigError if the folder cannot be written to.
     """
-    folder = Path(args.eval_output_dir or ".").expanduser()
+    folder = with_home(args.eval_output_dir or ".")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = temporary(folder / "eval_results")

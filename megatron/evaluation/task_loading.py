@@ -23,6 +23,7 @@ from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.errors import disk_problem
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.best_metric import best_metric
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 
@@ -359,7 +360,7 @@ def broken(folders: Sequence[Path]) -> Iterator[str]:
 
 def _named_folders(args: NeoXArgs) -> list[Path]:
     configured = args.eval_include_path or ()
-    folders = [Path(name).expanduser() for name in ([configured] if isinstance(configured, str) else configured)]
+    folders = [with_home(name) for name in ([configured] if isinstance(configured, str) else configured)]
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
         place = args.origin("eval_include_path")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
 from megatron.process.metrics_file import MEMORY_FILE
 from megatron.process.run_files import Unfit, complete, count, list_of, map_of, number, read_object, text
@@ -20,7 +21,7 @@ def memory_file(path: str | Path) -> Path:
     path: the file itself, or the run's `save` or log folder. Raises RunFolderError if there is no such
     file.
     """
-    path = Path(path).expanduser()
+    path = with_home(path)
     for file in (path, path / MEMORY_FILE):
         if file.is_file():
             return file

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments import NeoXArgs, UserError
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.process.metrics_file import METRICS_FILE, read_last_metrics, read_metrics
 from megatron.process.run_files import STATUS, SUMMARY, SUMMARY_SHAPE, Problems, read_fields, read_object, read_status
 
@@ -90,7 +91,7 @@ def open_run(path: str | Path) -> RunFolder:
 
     Raises RunFolderError if `path` is none of these.
     """
-    path = Path(path).expanduser().absolute()
+    path = with_home(path).absolute()
     if path.name == METRICS_FILE:
         path = path.parent
     if not path.is_dir():
@@ -113,9 +114,9 @@ def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) ->
 
     checkpoint_dir: the site's NEOX_CHECKPOINT_DIR. For `save` below it, the name is that of the first folder
     below it. Otherwise it is the name of the last folder of `save`."""
-    path = Path(save).expanduser().absolute()
+    path = with_home(save).absolute()
     if checkpoint_dir is not None:
-        root = Path(checkpoint_dir).expanduser().absolute()
+        root = with_home(checkpoint_dir).absolute()
         if path != root and path.is_relative_to(root):
             return path.relative_to(root).parts[0]
     return path.name

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from megatron.launch import install_root
 from megatron.neox_arguments.errors import UserError
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.jobs.table import console
 from megatron.pipelines.definition import FILE, PIPELINE_KEYS, Pipeline, Stage, find_pipeline, read_pipeline
 from megatron.pipelines.errors import PipelineError, StageFailed
@@ -162,7 +163,7 @@ def _place(words: Sequence[str], takes_stage: bool) -> tuple[Pipeline, str | Non
     takes_stage: whether the arguments may name a stage.
     """
     remaining = list(words)
-    path = Path(remaining[0]).expanduser() if remaining else Path()
+    path = with_home(remaining[0]) if remaining else Path()
     if remaining and (path.is_file() or (path / FILE).is_file() or not takes_stage or len(remaining) > 1):
         place = remaining.pop(0)
     elif not remaining or Path(FILE).is_file():
@@ -296,7 +297,7 @@ def _override(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    file = write_recipe(options.recipe, Path(options.place).expanduser())
+    file = write_recipe(options.recipe, with_home(options.place))
     _say(f"{file} was written; next, type: {_COMMAND} run {options.place} --dry-run")
     return 0
 

@@ -13,6 +13,7 @@ from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.keys.declaration import REQUIRED, new_key
 from megatron.neox_arguments.reading.declared_file import read_declared
 from megatron.neox_arguments.validation.types import check_keys
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.pipelines.errors import PipelineError
 
 FILE = "pipeline.yml"
@@ -147,7 +148,7 @@ def find_pipeline(place: str | Path) -> Path:
 
     Raises PipelineError if the file does not exist.
     """
-    path = Path(place).expanduser()
+    path = with_home(place)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise PipelineError(

@@ -15,6 +15,7 @@ from megatron.data.downloads import DownloadError, download
 from megatron.data.files import temporary, write_json
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.pipelines.definition import Source
 from megatron.pipelines.digests import digest, file_digests, files_of, numbered
 from megatron.pipelines.errors import PipelineError, cannot_write
@@ -117,7 +118,7 @@ def _identity(folder: Path, source: Source) -> dict[str, Any]:
 
 
 def _place(folder: Path, source: Source) -> Path:
-    return folder / Path(source.path or "").expanduser()
+    return folder / with_home(source.path or "")
 
 
 def _existing(folder: Path, source: Source, note: Fetched | None) -> Fetched | None:

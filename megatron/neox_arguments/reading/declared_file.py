@@ -10,6 +10,7 @@ import yaml
 
 from megatron.neox_arguments.errors import ConfigError, ErrorCollector
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
+from megatron.neox_arguments.values.local_paths import with_home
 
 
 def read_declared(file: str | Path, origins: dict[str, str], problems: ErrorCollector) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def read_declared(file: str | Path, origins: dict[str, str], problems: ErrorColl
     twice is added to `problems`. Raises ConfigError for a file that cannot be read as a mapping.
     """
     try:
-        loader = ConfigLoader(Path(file).expanduser().read_text(encoding="utf-8"))
+        loader = ConfigLoader(with_home(file).read_text(encoding="utf-8"))
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError([f"{file}: expected `key: value` lines"])

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from megatron.neox_arguments import UserError
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.hub.errors import HubError
 from megatron.process.run_files import Problems, read_status
 
@@ -16,7 +17,7 @@ def find_experiment(name: str, checkpoint_dir: str | Path) -> Path:
     """Returns the absolute path of an experiment's folder. name: a folder below `checkpoint_dir`, or a path.
 
     Raises HubError if the folder does not exist."""
-    candidates = [root / Path(name).expanduser() for root in (Path(checkpoint_dir).expanduser(), Path())]
+    candidates = [root / with_home(name) for root in (with_home(checkpoint_dir), Path())]
     folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
     if folder is None:
         raise HubError(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.hub.errors import HubError
 
 LONGEST = 96  # the Hub's limit on characters of a repository's name, without its organisation
@@ -26,9 +27,9 @@ def run_name(save: str | Path, checkpoint_dir: str | Path | None) -> str:
     by hyphens: `a-b` for a/b. Elsewhere it is the name of the last folder. Runs of one experiment have
     different names, because each needs its own repository.
     """
-    path = Path(save).expanduser().absolute()
+    path = with_home(save).absolute()
     if checkpoint_dir is not None:
-        root = Path(checkpoint_dir).expanduser().absolute()
+        root = with_home(checkpoint_dir).absolute()
         if path != root and path.is_relative_to(root):
             return "-".join(path.relative_to(root).parts)
     return path.name
@@ -90,7 +91,7 @@ def read_names(file: str | Path | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        names = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        names = json.loads(with_home(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise HubError(f"{file} (NEOX_HUB_NAMES): cannot be read ({problem})") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

@@ -17,6 +17,8 @@ from pathlib import Path
 from megatron.launch.environment import install_root
 from megatron.launch.site import checkpoint_folder, site_variables
 from megatron.neox_arguments import UserError
+from megatron.neox_arguments.values.local_paths import with_home
+from megatron.neox_arguments.values.whole_numbers import whole_number
 from megatron.operations.hub import flags
 from megatron.operations.hub.checkpoints import find_experiment, steps_in
 from megatron.operations.hub.errors import HubError
@@ -93,7 +95,7 @@ def _runs_below(root: str | None) -> list[Path]:
     """Returns the folders that hold checkpoints (a file `latest`), one to three levels below `root`."""
     if root is None:
         return []
-    places = Path(root).expanduser().absolute()
+    places = with_home(root).absolute()
     return [path.parent for depth in ("*", "*/*", "*/*/*") for path in sorted(places.glob(f"{depth}/latest"))]
 
 
@@ -121,11 +123,11 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
         return Chosen(save, name, steps_in(save), repository, site)
     steps = []
     for tag in options.neox_checkpoint:
-        step = tag.rstrip("/").rpartition("/")[2].removeprefix("global_step")
-        if not step.isdecimal() or not may_be_empty and not (save / f"global_step{step}").is_dir():
+        step = whole_number(tag.rstrip("/").rpartition("/")[2].removeprefix("global_step"))
+        if step is None or not may_be_empty and not (save / f"global_step{step}").is_dir():
             saved_tags = ", ".join(f"global_step{saved_step}" for saved_step in steps_in(save))
             raise HubError(f"--neox_checkpoint {tag}: no such checkpoint in {save}, which holds {saved_tags}")
-        steps.append(int(step))
+        steps.append(step)
     return Chosen(save, name, tuple(steps), repository, site)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.neox_arguments import NeoXArgs, UserError
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.neox_arguments.reports.config_dump import differing_values
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.operations.report.curves import Plot, not_finite_only, plots_of
 from megatron.operations.report.events import Event, events_of
@@ -42,14 +43,14 @@ def write_report(paths: Sequence[str | Path], target: str | Path | None = None) 
     runs = read_runs(paths)
     if target is None:
         target = _place(runs[0].folder, runs[0].args) if len(runs) == 1 else Path(PAGE)
-    return _write(runs, Path(target).expanduser())
+    return _write(runs, with_home(target))
 
 
 def report_at_end(args: NeoXArgs, logs: Path, logger: logging.Logger) -> None:
     """Writes the report on the run that this process has trained, whether the run finished or failed.
 
     logs: the run's log folder. If the report cannot be written, a warning is logged and nothing is raised."""
-    save = Path(args.save_dir).expanduser().absolute() if args.save_dir is not None else None
+    save = with_home(args.save_dir).absolute() if args.save_dir is not None else None
     folder = RunFolder(save, logs.absolute())
     try:
         (name,) = names_of([folder])

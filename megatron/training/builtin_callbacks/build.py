@@ -16,6 +16,7 @@ import torch
 from megatron.callbacks import Callback, Step
 from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.training.builtin_callbacks.best_model import BestModelCallback
 from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
@@ -151,7 +152,7 @@ def load_callbacks(args: NeoXArgs) -> list[Callback]:
         file_name, _, class_name = entry.rpartition(":")
         if not file_name or not class_name.isidentifier():
             raise args.error("callbacks", f"{entry}: expected FILE.py:CLASS")
-        path = Path(file_name).expanduser().resolve()
+        path = with_home(file_name).resolve()
         if path not in modules:
             modules[path] = _import_file(args, entry, path, len(modules))
         loaded.append(_make_callback(args, entry, getattr(modules[path], class_name, None)))

@@ -14,6 +14,7 @@ from megatron.callbacks import Callback, TrainingRun
 from megatron.data import Batch
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.training.metrics.loggers import log_directory
 
 HISTORY = 100_000  # number of allocations and frees in a snapshot
@@ -128,7 +129,7 @@ def _can_trace_python() -> bool:
 def _folder(args: NeoXArgs, key: str, configured: str | None) -> Path:
     logs = log_directory(args)
     if configured is not None:
-        return Path(configured).expanduser()
+        return with_home(configured)
     if logs is not None:
         return logs / "profile"
     folder_key = "tensorboard_dir" if key == "profile" else "memory_profiling_path"

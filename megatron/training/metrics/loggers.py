@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import say
 from megatron.process.metrics_file import METRICS_FILE, POSITION, JsonlLogger
@@ -166,10 +167,10 @@ class CometLogger:
 def log_directory(args: NeoXArgs) -> Path | None:
     """Returns `log_dir`, else `<save>/logs`, or `logs` if `save` is remote; None if neither key is set."""
     if args.log_dir is not None:
-        return Path(args.log_dir).expanduser()
+        return with_home(args.log_dir)
     if is_remote(args.save):
         return Path("logs")
-    return Path(args.save).expanduser() / "logs" if args.save is not None else None
+    return with_home(args.save) / "logs" if args.save is not None else None
 
 
 def build_loggers(

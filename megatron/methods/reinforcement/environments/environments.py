@@ -6,13 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.methods.reinforcement.environments.host import are_messages
 from megatron.methods.reinforcement.rewards.functions import RewardError
 from megatron.methods.reinforcement.rewards.lane import is_load_answer, is_reward
 from megatron.methods.reinforcement.rewards.worker_process import Messages, WorkerLost, WorkerProcess
+from megatron.neox_arguments.values.local_paths import with_home
 
 Observation = str | list[dict[str, Any]] | None
 """The return value of an environment's `reset` for the model to read: a text, a list of messages, or None.
@@ -56,7 +56,7 @@ class Environments:
         if not file or not name.isidentifier():
             raise RewardError(f"{entry}: expected FILE.py:CLASS")
         self.entry, self.timeout_s, self.workers, self._variables = entry, timeout_s, workers, variables
-        self._class = {"file": str(Path(file).expanduser().resolve()), "name": name}
+        self._class = {"file": str(with_home(file).resolve()), "name": name}
         self._numbers = itertools.count()
         self.calls = threading.Semaphore(workers)  # taken by each call to a conversation's process
         self._lock = threading.Lock()  # guards _host

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.methods.reinforcement.rewards.lane import Judged, Lane, NotLoaded
 from megatron.methods.reinforcement.rewards.verifiers import VERIFIERS
 from megatron.neox_arguments import UserError
+from megatron.neox_arguments.values.local_paths import with_home
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class RewardFunctions:
             if file:
                 lane = self._lanes[len(self._entries) % len(self._lanes)]
                 kind = "judge" if pairwise else "file"
-                lane.add(key, {kind: str(Path(file).expanduser().resolve()), "name": key})
+                lane.add(key, {kind: str(with_home(file).resolve()), "name": key})
             else:
                 for lane in self._lanes:
                     lane.add(key, {"verifier": key, "hidden": list(hidden)})
