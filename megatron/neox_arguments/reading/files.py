@@ -11,7 +11,8 @@ import yaml
 
 from megatron.neox_arguments.errors import ConfigError, format_value
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
+from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, whole_characters
+from megatron.neox_arguments.values.local_paths import with_home
 
 _GIVE_WAY = ("seq_length", "tokenizer_type", "vocab_file")
 IMPORTED_MODEL_FILE = "hf_model.yml"  # file name of a configuration that an import from HuggingFace wrote
@@ -72,7 +73,7 @@ def read_files(files: Sequence[str | Path]) -> RawConfig:
     config = RawConfig()
     for file in files:
         try:
-            text = Path(file).expanduser().read_text(encoding="utf-8")
+            text = with_home(file).read_text(encoding="utf-8")
             name = Path(file).name
             config.config_files[name if name not in config.config_files else str(file).replace("/", "_")] = text
             _merge_file(config, str(file), text)
@@ -209,7 +210,12 @@ def _value_of(reference: str, config: RawConfig, origin: str) -> str:
             f"{origin}: {reference}: {name} is not set in the environment, or empty; export it, or write "
             f"${{{name}:-default}}"
         )
-    return value or ""
+        return ""
+    try:
+        return whole_characters(value)
+    except UnicodeDecodeError:
+        config.problems.append(f"{origin}: {reference}: {name} in the environment is not UTF-8 text; export it again")
+        return ""
 
 
 def _merge_file(config: RawConfig, file: str, text: str) -> None:

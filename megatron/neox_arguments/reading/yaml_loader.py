@@ -22,12 +22,28 @@ class ConfigLoader(yaml.SafeLoader):
             _check_size(root)
         return root
 
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        try:
+            node.value = whole_characters(node.value)
+        except UnicodeDecodeError:
+            raise _unreadable(f"{node.value[:40]!r} holds half of a surrogate pair", node.start_mark) from None
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (KeyError, AttributeError, ValueError, TypeError, OverflowError):  # `!!bool x`, an int of 5,000 digits
             tag = node.tag.removeprefix("tag:yaml.org,2002:")
             raise _unreadable(f"{str(node.value)[:40]} is not a valid {tag}", node.start_mark) from None
+
+
+def whole_characters(text: str) -> str:
+    """Returns the text with each surrogate pair (JSON's `\\ud83d\\ude00`) as the character that it stands for.
+
+    Raises UnicodeDecodeError for half of a pair, which can be neither printed nor written to a file.
+    """
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 _MAX_DEPTH = 50
