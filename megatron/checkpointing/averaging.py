@@ -55,10 +55,10 @@ def average(
             mean = _mean(opened, args, layer)
             records += save_layer(temporary, layer, mean, sharded_args)
             del mean
-        for _, file in sorted(layout.model_files(last).items()):
-            rank_state = {**opened[-1].tensors(file.name), "module": None, "optimizer": None}
+        for rank, state in opened[-1].model_states().items():
+            rank_state = {**state, "module": None, "optimizer": None}
             rank_state.pop(layout.LOGITS, None)  # recorded for one source's weights, so wrong for the mean
-            records.append(save_tensors(rank_state, temporary / file.name))
+            records.append(save_tensors(rank_state, temporary / layout.model_file(rank)))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             records.append(copy_file(last / name, temporary / name, name))

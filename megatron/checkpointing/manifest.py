@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
 from megatron.checkpointing.errors import CheckpointError, DamagedError
@@ -20,6 +21,7 @@ from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.values.lora_settings import adapter_keys
 
+T = TypeVar("T")
 FORMAT_VERSION = 2  # version 1 has no checksum of the manifest itself
 MANIFEST = "manifest.json"
 # If two models differ in one of these keys, their outputs for equal weights or their shapes differ.
@@ -81,6 +83,10 @@ class ParallelLayout:
     def from_args(cls, args: ModelArgs, precision: str) -> Self:
         """Returns a layout with the pipeline and tensor sizes of `args`, without data parallelism."""
         return cls(args.pp, 1, args.tp, 0, precision, args.pp * args.tp)
+
+    def __post_init__(self) -> None:
+        if min(self.pipe, self.data, self.context, self.tensor, self.world_size) < 1:
+            raise ValueError(f"{self}: every number of ranks must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -144,16 +150,30 @@ class Manifest:
                 )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
                 raise DamagedError(f"{file_name}: damaged: does not match its own checksum; load another `iteration`")
-            raw["layout"] = ParallelLayout(**raw["layout"])
-            raw["files"] = {
-                name: FileRecord(name, int(r["size"]), str(r["sha256"]), dict(r.get("tensors", {})))
-                for name, r in raw["files"].items()
-            }
-            return cls(**{f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _OPTIONAL_FIELDS})
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+            raw["layout"] = _typed(ParallelLayout, raw["layout"])
+            raw["files"] = {name: _typed(FileRecord, {**r, "name": name}) for name, r in raw["files"].items()}
+            if raw.get("base") is not None and not raw["base"].keys() >= {"path", "digest"}:
+                raise TypeError("base has no path or no digest")
+            return _typed(
+                cls, {f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _OPTIONAL_FIELDS}
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            if isinstance(e, CheckpointError):
+                raise
             raise DamagedError(
                 f"{file_name}: damaged: cannot be parsed ({type(e).__name__}: {e}); load another `iteration`"
             ) from e
+
+
+def _typed(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Returns an object of the dataclass `kind`. Raises TypeError for a value of another type than declared."""
+    for name, hint in get_type_hints(kind).items():
+        members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = tuple(get_origin(member) or member for member in members)
+        value = values.get(name)
+        if name in values and (not isinstance(value, kinds) or isinstance(value, bool) and bool not in kinds):
+            raise TypeError(f"{name} is {type(value).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}")
+    return kind(**values)
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.optimizer_files import MASTER, State, resharded
 from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, neox_name_of, to_our_names
 from megatron.checkpointing.tensor_files import load_tensors
@@ -173,7 +174,8 @@ def _groups_of(path: Path) -> list[_Groups]:
             zero.setdefault(int(match[3]), {})[int(match[2])] = file
     models = layout.model_files(path)
     if not zero:
-        return [_PlainState(load_tensors(models[rank]).get("optimizer"), str(models[rank])) for rank in sorted(models)]
+        states = OpenCheckpoint(path).model_states()
+        return [_PlainState(state.get("optimizer"), str(models[rank])) for rank, state in states.items()]
     for rank in sorted(models):
         ranks = zero.get(rank, {})
         if sorted(ranks) != list(range(len(ranks))) or len(ranks) != len(zero[min(zero)]):

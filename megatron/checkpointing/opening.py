@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.layout import is_optimizer_file
+from megatron.checkpointing.layout import is_optimizer_file, model_file, model_files
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, read_manifest, size_problems
 from megatron.checkpointing.tensor_files import FileRecord, describe_tensors, load_tensors
 from megatron.data.files import sha256
 from megatron.distributed import run_on_all_ranks
 from megatron.mpu import ParallelGroups
+
+_COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps", "consumed_samples", "consumed_tokens")
 
 
 class OpenCheckpoint:
@@ -43,6 +45,23 @@ class OpenCheckpoint:
     def tensors(self, name: str) -> Any:
         """Checks the tensor file `name` and returns its content; tensors are memory-mapped."""
         return load_tensors(self.file(name))
+
+    def model_state(self, rank: int = 0) -> dict[str, Any]:
+        """Checks the mp_rank file of a model-parallel rank and returns its content.
+
+        Raises CheckpointError if the file is missing, is no dict, or counts by other values than whole numbers."""
+        state = self.tensors(model_file(rank))
+        names = state if isinstance(state, dict) else ()
+        wrong = [name for name in _COUNTERS if name in names and not isinstance(state[name], int | None)]
+        if wrong or not isinstance(state, dict):
+            problem = f"{wrong[0]} is {type(state[wrong[0]]).__name__}" if wrong else f"holds {type(state).__name__}"
+            raise DamagedError(f"{self.path / model_file(rank)}: damaged: {problem}; load another `iteration`")
+        return state
+
+    def model_states(self) -> dict[int, dict[str, Any]]:
+        """Returns the content of all mp_rank files, by model-parallel rank. Raises CheckpointError if there are
+        none."""
+        return {rank: self.model_state(rank) for rank in sorted(model_files(self.path)) or (0,)}
 
     @property
     def names(self) -> list[str]:

@@ -22,7 +22,7 @@ from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, veri
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.parameter_names import to_file_names
 from megatron.checkpointing.publish import new_checkpoint, publish
-from megatron.checkpointing.tensor_files import FileRecord, copy_file, load_tensors, save_tensors
+from megatron.checkpointing.tensor_files import FileRecord, copy_file, save_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
@@ -148,7 +148,7 @@ def only_dtype(source: str | Path, dtypes: Collection[torch.dtype | None], hint:
 
 def _samples(source: Path, args: NeoXArgs) -> int:
     """Returns the number of samples that the GPT-NeoX run had trained on when it saved `source`."""
-    state = load_tensors(layout.model_files(source)[0])
+    state = OpenCheckpoint(source).model_state()
     return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
 
 
@@ -203,7 +203,7 @@ def _model_states(
 
     Every rank gets counters, schedule and random states of the source's first rank. Saved logits of the last
     pipeline stage are sharded over the new tensor ranks. extra: further entries for every rank."""
-    states = [source.tensors(file.name) for _, file in sorted(layout.model_files(source.path).items())]
+    states = list(source.model_states().values())
     base_state: dict[str, Any] = {**states[0], "module": None, "optimizer": None, "mp_world_size": to.tensor, **extra}
     if isinstance(base_state.get("args"), dict):
         base_state["args"] = {**base_state["args"], "model_parallel_size": to.tensor}

@@ -20,6 +20,7 @@ from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.parameter_names import has_old_rows, naming_of, neox_name_of
 from megatron.model.weight_map import attention_of, may_be_wide
 from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.values.whole_numbers import whole_number
 
 
 @dataclass
@@ -49,11 +50,14 @@ class WeightFiles:
         return self.files[key]
 
     def tensors(self, layer: int, rank: int) -> dict[str, Tensor]:
-        """Returns one tensor rank's tensors of a layer, memory-mapped, by their names in the file."""
+        """Returns one tensor rank's tensors of a layer, memory-mapped, by their names in the file; {} without
+        such a layer."""
         if self.mp_rank_tensors is not None:
             if rank not in self.mp_rank_tensors:
                 self.mp_rank_tensors[rank] = _split_module(self.source.tensors(self.files[rank].name), self.files[rank])
             return self.mp_rank_tensors[rank].get(layer, {})
+        if (layer, rank) not in self.files:
+            return {}
         state = self.source.tensors(self.files[layer, rank].name)
         if not isinstance(state, dict) or not all(_is_entry(k, v) for k, v in state.items()):
             raise CheckpointError(f"{self.files[layer, rank]}: not a layer file (expected a flat dict of tensors)")
@@ -79,9 +83,10 @@ def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
     layers: dict[int, dict[str, Tensor]] = {}
     for key, value in state.items():
         number, _, name = key.removeprefix("sequential.").partition(".")
-        if not number.isdigit() or not name or not _is_entry(key, value):
+        layer = whole_number(number)
+        if layer is None or not name or not _is_entry(key, value):
             raise CheckpointError(f"{file}: {key}: is not a weight with a NeoX name (sequential.N.name or N.name)")
-        layers.setdefault(int(number), {})[name] = value
+        layers.setdefault(layer, {})[name] = value
     return layers
 
 

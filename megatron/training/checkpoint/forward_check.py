@@ -49,8 +49,8 @@ def check_forward(engine: Engine, checkpoint: OpenCheckpoint, say: Callable[[str
     def compare() -> tuple[float, float] | None:
         """Returns (largest difference, largest logit) over this rank's part of the vocabulary; None without
         logits."""
-        names = [file.name for _, file in sorted(model_files(path).items())] if logits is not None else []
-        parts = _stored([checkpoint.tensors(name) for name in names], checkpoint.manifest) if names else []
+        has_states = logits is not None and model_files(path)
+        parts = _stored(list(checkpoint.model_states().values()), checkpoint.manifest) if has_states else []
         if logits is None or not parts:
             return None
         rank, size = groups.rank("tensor"), groups.size("tensor")

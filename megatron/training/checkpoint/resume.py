@@ -32,7 +32,6 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.adapters import adapter_model
 from megatron.checkpointing.huggingface import has_hf_score, load_hf_weights, vocab_size_from_hf
-from megatron.checkpointing.layout import model_files
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
@@ -246,7 +245,7 @@ class CheckpointLoader:
         if takes_optimizer:
             self._check_layout(checkpoint)
         rank = self.run.model_rank if (path / model_file(self.run.model_rank)).exists() else 0
-        state = run_on_each_rank(self.groups, lambda: checkpoint.tensors(model_file(rank)))
+        state = run_on_each_rank(self.groups, lambda: checkpoint.model_state(rank))
         if manifest is None:
             if "consumed_samples" in state:  # one of our checkpoints, which always have a manifest
                 raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
@@ -300,9 +299,8 @@ class CheckpointLoader:
             return
         saved = dict(state.get("delayed_scaling", {}))
         if not scaling.products.keys() <= saved.keys():
-            names = [file.name for file in model_files(checkpoint.path).values()]
-            states = run_on_each_rank(self.groups, lambda: [checkpoint.tensors(name) for name in names])
-            for file_state in states:
+            states = run_on_each_rank(self.groups, checkpoint.model_states)
+            for file_state in states.values():
                 saved |= file_state.get("delayed_scaling", {})
         scaling.load(saved)
         unknown = len(scaling.products.keys() - saved.keys())
