@@ -150,11 +150,12 @@ def _looks_like_hub(name: str) -> bool:
 def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, Any]) -> list[InputFile]:
     if (folder / "dataset_dict.json").is_file():
         _without_subsets(folder, subset)
-        names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        names = _description(folder / "dataset_dict.json", "splits", str)["splits"]
         return _chosen(names, split, folder, lambda name: _saved(folder / name))
     if (folder / "state.json").is_file():
         _without_subsets(folder, subset)
-        name = re.split(r"\W", json.loads((folder / "state.json").read_text()).get("_split") or DEFAULT_SPLIT)[0]
+        named = _description(folder / "state.json", "_data_files", dict).get("_split")
+        name = re.split(r"\W", named if isinstance(named, str) and named else DEFAULT_SPLIT)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
     paths, shards = sorted(_data_files(folder)), _data_files(folder / "data")
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)
@@ -175,10 +176,25 @@ def _saved(folder: Path) -> list[Path]:
 
     Raises DataError if the split is a selection of rows by an index file.
     """
-    state = json.loads((folder / "state.json").read_text())
+    state = _description(folder / "state.json", "_data_files", dict)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise DataError(f"{folder}: rows are selected by an indices file; call flatten_indices() and save it again")
-    return [folder / part["filename"] for part in state["_data_files"]]
+    return [folder / str(part.get("filename")) for part in state["_data_files"]]
+
+
+def _description(file: Path, name: str, kind: type) -> dict[str, Any]:
+    """Return the content of a JSON file that `save_to_disk` of `datasets` wrote.
+
+    Raises DataError unless it is an object in which `name` is a list of values of the type `kind`.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if all(isinstance(item, kind) for item in content[name]) and isinstance(content[name], list):
+            return content
+        problem: object = f"{name} is not a list of {kind.__name__}"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as cause:
+        problem = cause if isinstance(cause, OSError | ValueError) else f"there is no list {name}"
+    raise DataError(f"{file}: damaged, or not written by save_to_disk of datasets ({problem}); save the dataset again")
 
 
 def _without_subsets(label: object, subset: str | None) -> None:
@@ -387,6 +403,10 @@ def _chosen(
 
 
 def _file(path: Path) -> InputFile:
-    if (pointer := lfs_pointer_error(path)) is not None:
+    try:
+        pointer = lfs_pointer_error(path)
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); make or copy it again") from None
+    if pointer is not None:
         raise DataError(pointer)
     return InputFile.from_path(path)

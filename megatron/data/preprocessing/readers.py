@@ -6,9 +6,9 @@ always give the same shards.
 """
 
 import csv
-import gzip
 import io
 import itertools
+import lzma
 import sys
 import tarfile
 import zipfile
@@ -40,6 +40,18 @@ SUFFIXES = tuple(suffix for suffix in KINDS if suffix)
 MAY_BE_COMPRESSED = ("lines", "json", "csv", "text", "tar")
 IN_ARCHIVES = ("lines", "json", "csv", "text")
 
+# Errors of the standard library for damaged archives; RuntimeError: encrypted or of an unknown method
+_DAMAGE = (
+    EOFError,
+    OSError,
+    RuntimeError,
+    OverflowError,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    lzma.LZMAError,
+)
+
 
 def file_kind(name: str | PurePath) -> tuple[str, str]:
     """Return (kind, compression suffix or "") of a file, judged by its name. Raises DataError for an
@@ -69,7 +81,7 @@ def file_shards(path: Path) -> Iterator[Shard]:
                 yield from _stream_shards(kind, compression, raw, str(path), _bytes_consumed(raw))
     except UnicodeDecodeError as problem:
         raise DataError(f"{path}: not UTF-8 ({problem.reason}); convert it to UTF-8") from None
-    except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.ReadError, zlib.error) as problem:
+    except _DAMAGE as problem:
         raise DataError(f"{path}: damaged or truncated ({problem}); make or copy it again") from problem
 
 
