@@ -166,7 +166,8 @@ class Manifest:
 
 
 def _typed(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Returns an object of the dataclass `kind`. Raises TypeError for a value of another type than declared."""
+    """Returns an object of the dataclass `kind`. Raises TypeError for a value of another type than
+    declared."""
     for name, hint in get_type_hints(kind).items():
         members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         kinds = tuple(get_origin(member) or member for member in members)

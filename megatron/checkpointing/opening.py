@@ -49,7 +49,7 @@ class OpenCheckpoint:
     def model_state(self, rank: int = 0) -> dict[str, Any]:
         """Checks the mp_rank file of a model-parallel rank and returns its content.
 
-        Raises CheckpointError if the file is missing, is no dict, or counts by other values than whole numbers."""
+        Raises CheckpointError if the file is missing, is no dict, or if a counter in it is no whole number."""
         state = self.tensors(model_file(rank))
         names = state if isinstance(state, dict) else ()
         wrong = [name for name in _COUNTERS if name in names and not isinstance(state[name], int | None)]
@@ -59,8 +59,9 @@ class OpenCheckpoint:
         return state
 
     def model_states(self) -> dict[int, dict[str, Any]]:
-        """Returns the content of all mp_rank files, by model-parallel rank. Raises CheckpointError if there are
-        none."""
+        """Returns the content of all mp_rank files, by model-parallel rank.
+
+        Raises CheckpointError if there are none."""
         return {rank: self.model_state(rank) for rank in sorted(model_files(self.path)) or (0,)}
 
     @property

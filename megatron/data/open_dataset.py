@@ -64,6 +64,17 @@ def open_dataset(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
     return LegacyDataset(path) if is_cached else IndexedDataset(path)
 
 
+def open_tokens(path: str | Path, data_impl: str = "infer") -> IndexedDataset:
+    """Open a dataset of token ids, like `open_dataset`. Raises DataError also if it holds other numbers than
+    integers, such as rewards."""
+    dataset = open_dataset(path, data_impl)
+    if dataset.dtype.kind not in "iu":
+        raise DataError(
+            f"{dataset.data_file}: holds {dataset.dtype}, but tokens are integers; give a dataset of token ids"
+        )
+    return dataset
+
+
 def has_cached_format(path: str | Path) -> bool:
     """Return whether a `.bin/.idx` pair has the cached/lazy format (TNTIDX), judged by the first bytes of
     its `.idx`."""

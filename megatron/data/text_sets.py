@@ -36,7 +36,7 @@ from megatron.data.index_maps import DataState, IndexKey, IndexMaps, Packing, fu
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
 from megatron.data.log_lines import masked_token_lines, packing_efficiency_line
-from megatron.data.open_dataset import open_dataset
+from megatron.data.open_dataset import open_tokens
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
 from megatron.data.run_datasets import Datasets, SampleSet, SetContents
@@ -185,7 +185,7 @@ def _plans(
 
 def _split_plans(args: NeoXArgs, prefix: str, sample_counts: tuple[int, int, int]) -> list[_TextPlan]:
     """Return the plans of train, valid and test, into which `split` divides the documents of `data_path`."""
-    indexed = open_dataset(prefix, args.data_impl)
+    indexed = open_tokens(prefix, args.data_impl)
     boundaries = split_boundaries(args.split, len(indexed))
     plans = []
     for name, start, end, samples in zip(SET_NAMES, boundaries, boundaries[1:], sample_counts, strict=False):
@@ -205,7 +205,7 @@ def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_
         list_name = "train" if is_split else name
         if list_name not in prefixes:
             continue
-        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes[list_name]]
+        members = [open_tokens(prefix, args.data_impl) for prefix in prefixes[list_name]]
         for indexed in members:
             if len(members) > 1 and not len(indexed):
                 raise DataError(f"{indexed.data_file}: no document; take it out of {list_name}_data_paths")
@@ -246,7 +246,7 @@ def _further_plans(args: NeoXArgs, data_state: DataState) -> list[_TextPlan]:
         if (path := declared.path(args)) is not None:
             steps = declaration_of(args).num_further_steps(args, data_state.iteration, args.train_iters)
             samples = data_state.further_samples + steps * args.train_batch_size
-            indexed = open_dataset(path, storage(args, name))
+            indexed = open_tokens(path, storage(args, name))
             if not len(indexed):
                 raise DataError(f"{indexed.data_file}: no document; set {declared.data} to data that has some")
             source = _TextSource(indexed, 0, len(indexed), samples, f"{indexed.data_file} ({declared.data})")
@@ -332,11 +332,7 @@ def _tokens(source: _TextSource, args: NeoXArgs) -> int:
 
 
 def _check_length(name: str, source: _TextSource, args: NeoXArgs) -> None:
-    """Raise DataError if a source does not hold integers, or has too few tokens for one window."""
-    if source.indexed.dtype.kind not in "iu":
-        raise DataError(
-            f"{source.origin}: holds {source.indexed.dtype}, but tokens are integers; give a dataset of token ids"
-        )
+    """Raise DataError if a source has too few tokens for one window."""
     tokens, seq_length = _tokens(source, args), args.seq_length
     if tokens < seq_length + 1 and packing_from_args(args).windows:
         raise DataError(

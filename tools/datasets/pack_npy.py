@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data import DataError, open_dataset, write_npy  # noqa: E402
+from megatron.data import DataError, write_npy  # noqa: E402
+from megatron.data.open_dataset import open_tokens  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--seq-length and --rows-per-shard must be at least 1")
     try:
         rows, num_left = write_npy(
-            open_dataset(options.prefix), options.folder, options.seq_length + 1, options.rows_per_shard
+            open_tokens(options.prefix), options.folder, options.seq_length + 1, options.rows_per_shard
         )
     except DataError as problem:
         sys.exit(f"pack_npy.py: error: {problem}")

@@ -11,7 +11,7 @@ from megatron.data.index_maps import Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspection.file_groups import DOCUMENT, PAIR, FileGroup
 from megatron.data.labels import open_labels, open_rewards
-from megatron.data.open_dataset import open_dataset
+from megatron.data.open_dataset import open_tokens
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps
 
@@ -78,7 +78,7 @@ class StoredDocuments:
     """
 
     def __init__(self, file_groups: Sequence[FileGroup]):
-        texts = [open_dataset(group.text) for group in file_groups]
+        texts = [open_tokens(group.text) for group in file_groups]
         self._files = [(group, text, *_companions(group, text)) for group, text in zip(file_groups, texts, strict=True)]
         counts = {len(text.doc_idx) - 1 for text in texts}
         if len(counts) > 1:
@@ -112,7 +112,7 @@ class PackedRows:
     """
 
     def __init__(self, group: FileGroup, seq_length: int, pack_impl: str, seed: int):
-        text = open_dataset(group.text)
+        text = open_tokens(group.text)
         if not len(text):
             raise DataError(f"{text.index_file}: it holds no documents, so there is nothing to show")
         packing, (labels, rewards) = Packing(pack_impl=pack_impl), _companions(group, text)

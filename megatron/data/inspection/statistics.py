@@ -12,7 +12,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.inspection.verify import blocks
 from megatron.data.labels import MASKED
-from megatron.data.open_dataset import open_dataset
+from megatron.data.open_dataset import open_dataset, open_tokens
 from megatron.data.packing import best_fit, next_fit
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 100)
@@ -65,7 +65,7 @@ class DatasetStats:
 
 def dataset_stats(group: FileGroup, special_tokens: Mapping[int, str]) -> DatasetStats:
     """Compute the statistics of a dataset. special_tokens: {id: name}. Memory: 24 bytes per document."""
-    text = open_dataset(group.text)
+    text = open_tokens(group.text)
     lengths = document_lengths(text)
     trained, untrained = (None, 0) if group.label is None else _trained(open_dataset(group.label))
     percentiles = np.percentile(lengths, PERCENTILES, method="higher") if len(lengths) else np.zeros(len(PERCENTILES))

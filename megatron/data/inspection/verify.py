@@ -1,6 +1,6 @@
 """Checks full datasets for errors; each error message names the first wrong document."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,7 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import CHUNK, IndexedDataset, check_boundaries, data_path, index_path
 from megatron.data.inspection.file_groups import FileGroup
 from megatron.data.labels import MASKED
-from megatron.data.open_dataset import has_cached_format, open_dataset
+from megatron.data.open_dataset import has_cached_format, open_dataset, open_tokens
 
 TOKENS = 1 << 22  # tokens read at once
 
@@ -36,7 +36,7 @@ def verify(group: FileGroup, vocab_size: int | None = None) -> Iterator[Verified
     Raises DataError, naming the first bad document. vocab_size: token ids must be below it; None: ids must
     only not be negative.
     """
-    text = _opened(group.text)
+    text = _opened(group.text, open_tokens)
     yield _check_ids(text, vocab_size)
     if group.label is not None:
         label = _opened(group.label)
@@ -84,14 +84,14 @@ class _UncheckedIndex(IndexedDataset):
         self._read_index()
 
 
-def _opened(prefix: str) -> IndexedDataset:
-    """Open the dataset at data path `prefix`.
+def _opened(prefix: str, open_it: Callable[[str], IndexedDataset] = open_dataset) -> IndexedDataset:
+    """Open the dataset at data path `prefix` with `open_it`.
 
     Raises DataError, naming the first document whose place in the `.bin` is wrong.
     """
     if index_path(prefix).is_file() and data_path(prefix).is_file() and not has_cached_format(prefix):
         _check_layout(_UncheckedIndex(prefix))
-    return open_dataset(prefix)
+    return open_it(prefix)
 
 
 def _check_layout(index: IndexedDataset) -> None:

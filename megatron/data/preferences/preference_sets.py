@@ -29,7 +29,7 @@ from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_
 from megatron.data.index_maps import DataState, Packing, segment_ends
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled_token, open_labels, open_rewards
-from megatron.data.open_dataset import open_dataset
+from megatron.data.open_dataset import open_dataset, open_tokens
 from megatron.data.packing import packing_from_args
 from megatron.data.preferences.mismatched_answers import mismatched_maps
 from megatron.data.preferences.pairwise import (
@@ -227,7 +227,7 @@ def _examples(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
     label_paths, reward_paths = companion_paths(args, name)
     members = []
     for i, path in enumerate(paths):
-        text = open_dataset(path, args.data_impl)
+        text = open_tokens(path, args.data_impl)
         if label_paths is None or reward_paths is None:
             raise DataError(
                 f"{path}: KTO needs labels and rewards; set {name}_label_data_paths and {name}_reward_data_paths"
@@ -241,7 +241,7 @@ def _pairs(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
     (pos, pos_labels), (neg, neg_labels) = (_paths(args, name, side) for side in ("pos", "neg"))
     members = []
     for i, paths in enumerate(zip(pos or (), neg or (), strict=True)):
-        sides = tuple(open_dataset(path, args.data_impl) for path in paths)
+        sides = tuple(open_tokens(path, args.data_impl) for path in paths)
         check_pairs(*sides)
         labels: IndexedDatasets | None = None
         references: IndexedDatasets | None = None

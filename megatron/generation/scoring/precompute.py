@@ -18,7 +18,7 @@ from megatron.checkpointing import replace_file
 from megatron.data import DataError, IndexedDataset
 from megatron.data.files import sync
 from megatron.data.indexed_dataset import DocumentBlock, index_path, publish, write_index
-from megatron.data.open_dataset import open_dataset
+from megatron.data.open_dataset import open_tokens
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import Model
@@ -59,7 +59,7 @@ def precompute(model: Model, logger: logging.Logger) -> None:
 def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     args, groups = model.args, model.groups
     final = Path(f"{path}_{args.precompute_model_name}")
-    dataset = on_rank_zero(groups, lambda: open_dataset(path, args.data_impl))
+    dataset = on_rank_zero(groups, lambda: open_tokens(path, args.data_impl))
     files = [file for file in (dataset.index_file, *dataset.data_files) if file.is_file()]
     fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.folders, files))
     if on_rank_zero(groups, lambda: _is_complete(final, fingerprint)):

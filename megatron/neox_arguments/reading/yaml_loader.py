@@ -39,7 +39,7 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 def whole_characters(text: str) -> str:
-    """Returns the text with each surrogate pair (JSON's `\\ud83d\\ude00`) as the character that it stands for.
+    """Returns the text with each surrogate pair (JSON's `\\ud83d\\ude00`) replaced by its character.
 
     Raises UnicodeDecodeError for half of a pair, which can be neither printed nor written to a file.
     """
