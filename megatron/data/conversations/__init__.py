@@ -8,6 +8,7 @@ from megatron.data.conversations.messages import (
     CONVERSATION_COLUMNS,
     Message,
     TemplateSettings,
+    check_characters,
     conversation,
     message_texts,
     row_conversation,

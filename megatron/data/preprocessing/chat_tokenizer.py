@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.data.conversations import Message, RenderedCheck, TemplateSettings, message_texts
 from megatron.data.errors import DataError
-from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
+from megatron.data.preprocessing.time_limit import RenderTimeout, check_operations, render_limit
 from megatron.neox_arguments.optional_packages import import_optional
 
 Span = tuple[int, int]
@@ -211,6 +211,10 @@ def read_template(file: str) -> str:
 
 def _freeze(template: str, day: date) -> str:
     """Return the template with every call `strftime_now("...")` replaced by its result on `day`."""
+    try:
+        check_operations(template)
+    except ValueError as problem:
+        raise DataError(f"the chat template cannot be used: {problem}") from None
     frozen = _NOW.sub(lambda call: json.dumps(day.strftime(call[2])), template)
     if "strftime_now(" in frozen:
         raise DataError("the chat template must call strftime_now with a quoted format: else its date cannot be frozen")

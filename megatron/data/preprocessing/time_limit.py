@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -20,13 +21,29 @@ class RenderTimeout(Exception):
         super().__init__(f"stopped after {seconds:g} s: it may loop without end")
 
 
+@lru_cache
+def check_operations(template: str) -> None:
+    """Raises ValueError if a template raises numbers to a power: 9 ** 9 ** 9 takes hours, and no time limit
+    interrupts it."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        line = next(
+            (line for line, kind, text in Environment().lex(template) if (kind, text) == ("operator", "**")), None
+        )
+    except TemplateSyntaxError:
+        return  # which rendering reports
+    if line is not None:
+        raise ValueError(f"line {line}: ** is not allowed in chat templates, as it may take hours; multiply instead")
+
+
 def render_limit() -> AbstractContextManager[None]:
     """Return a context manager that raises RenderTimeout if its block renders a template for longer than
     RENDER_SECONDS.
 
     The main thread is stopped by a timer signal, which costs nothing. Other threads, such as the server's,
     are stopped by a trace function, which makes rendering about five times slower. Neither interrupts a
-    single Python operation such as 9 ** 9 ** 9.
+    single operation of Python, so `check_operations` refuses powers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     return _signal_limit(RENDER_SECONDS) if is_main else _trace_limit(RENDER_SECONDS)

@@ -11,8 +11,8 @@ from typing import Any
 from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, read_companion_files
 from megatron.data import DataError
-from megatron.data.conversations import Message, RenderedCheck, TemplateSettings
-from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
+from megatron.data.conversations import Message, RenderedCheck, TemplateSettings, check_characters
+from megatron.data.preprocessing.time_limit import RenderTimeout, check_operations, render_limit
 from megatron.distributed import World, on_rank_zero
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.files import read_key_file
@@ -56,6 +56,10 @@ class ChatTemplate:
             return self._render(rendered_messages, settings, generation_prompt, open_end)
 
         text = render(messages)
+        try:
+            check_characters(text)
+        except DataError as problem:
+            raise RequestError(f"{problem} ({self.source})") from None
         self._compare(self._check, messages, text, render, settings.tools)
         return text
 
@@ -74,6 +78,7 @@ class ChatTemplate:
         ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
         names: dict[str, Any] = {role: tokenizer.special_tokens.get(-1 if i is None else i) for role, i in ids.items()}
         try:
+            check_operations(self.text)
             with render_limit():
                 rendered: Any = render_jinja_template(
                     conversations=[[dict(message) for message in messages]],

@@ -10,6 +10,7 @@ from megatron.data.conversations import (
     CONVERSATION_COLUMNS,
     Message,
     TemplateSettings,
+    check_characters,
     row_conversation,
     template_settings,
     with_system,
@@ -90,6 +91,7 @@ def read_questions(file: str | Path, chat: bool, system: str | None = None) -> l
 def _question(entry: Any, chat: bool, system: str | None) -> Question:
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if isinstance(prompt, str) and prompt:
+        check_characters(prompt)
         return ask(prompt, system) if chat else Question(prompt)
     column = next((name for name in CONVERSATION_COLUMNS if isinstance(entry, dict) and name in entry), None)
     if column is None:
