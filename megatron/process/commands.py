@@ -2,6 +2,7 @@
 head`)."""
 
 import atexit
+import errno
 import io
 import os
 import select
@@ -36,8 +37,12 @@ def run_command(main: Callable[[], object]) -> NoReturn:
         is_broken = True
     except SystemExit as ending:
         result = ending.code
+    except OSError as error:
+        is_broken = isinstance(error, BrokenPipeError) and bool(_broken_pipes())
+        line = long_name_error(error)
+        result, problem = (result, error) if line is None else (f"{os.path.basename(sys.argv[0])}: error: {line}", None)
     except BaseException as error:
-        problem, is_broken = error, isinstance(error, BrokenPipeError) and bool(_broken_pipes())
+        problem = error
     with suppress(OSError, _PipeBroken):  # OSError: a full disk, which the interpreter reports at exit
         sys.stdout.flush()
     broken_pipes = _broken_pipes()
@@ -47,6 +52,16 @@ def run_command(main: Callable[[], object]) -> NoReturn:
     if problem is not None:
         raise problem
     sys.exit(result)  # type: ignore[arg-type]
+
+
+def long_name_error(problem: OSError) -> str | None:
+    """Returns an error message if a name that a user gave is too long for the file system; else None.
+
+    Every question about a file, even whether it exists, raises OSError for such a name.
+    """
+    if problem.errno != errno.ENAMETOOLONG or problem.filename is None:
+        return None
+    return f"{str(problem.filename)[:100]}...: is too long for the name of a file; give another"
 
 
 def outlive_readers() -> None:
