@@ -10,6 +10,7 @@ import time
 import weakref
 from functools import cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,10 @@ def map_npy(path: str | Path) -> np.ndarray:
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
         }[np.lib.format.read_magic(file)]
-        shape, fortran_order, dtype = read_header(file)
+        try:
+            shape, fortran_order, dtype = read_header(file)
+        except TokenError:  # numpy reads a header as Python, and lets this error of a damaged one through
+            raise ValueError("its header is damaged") from None
         offset = file.tell()
     if dtype.hasobject or fortran_order:
         raise ValueError("not a C-contiguous array of numbers")

@@ -75,7 +75,9 @@ class NpyDataset(IndexedDataset):
             shards = json.loads(self.index_file.read_text())["shards"]
             files = tuple(folder / name for name in shards)
             wrong = [file for file in files if not file.is_file() or len(_map(file)) != shards[file.name]]
-        except (ValueError, KeyError, TypeError) as problem:
+        except DataError:  # of a shard
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise DataError(f"{self.index_file}: lists no shards ({problem!r}); copy the folder again") from None
         if wrong or not files:
             raise DataError(
@@ -89,7 +91,7 @@ def _map(file: Path) -> np.ndarray:
     try:
         array = map_npy(file)
     except (OSError, KeyError, ValueError) as problem:
-        raise DataError(f"{file}: cannot be read as .npy ({str(problem).splitlines()[0]}); copy it again") from None
+        raise DataError(f"{file}: cannot be read as .npy ({' '.join(str(problem).split())}); copy it again") from None
     if array.ndim != 2 or array.dtype.kind not in "iu" or array.dtype.itemsize * array.size == 0:
         raise DataError(
             f"{file}: {array.dtype} {list(array.shape)}, expected rows of integer token ids [rows, tokens]; write it "
