@@ -49,7 +49,7 @@ class OpenCheckpoint:
     def model_state(self, rank: int = 0) -> dict[str, Any]:
         """Checks the mp_rank file of a model-parallel rank and returns its content.
 
-        Raises CheckpointError if the file is missing, is no dict, or if a counter in it is no whole number."""
+        Raises CheckpointError if the file is missing or is no dict, or if a counter is no whole number."""
         state = self.tensors(model_file(rank))
         names = state if isinstance(state, dict) else ()
         wrong = [name for name in _COUNTERS if name in names and not isinstance(state[name], int | None)]
