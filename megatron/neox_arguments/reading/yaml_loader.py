@@ -13,14 +13,22 @@ class ConfigLoader(yaml.SafeLoader):
     and documents that aliases make huge or endless.
     """
 
+    _depth = 0
+
     def get_single_node(self) -> yaml.Node | None:
-        try:
-            root = super().get_single_node()
-        except RecursionError:
-            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", self.get_mark()) from None
+        root = super().get_single_node()
         if root is not None:
             _check_size(root)
         return root
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1  # refused early, because PyYAML's time grows with the square of the depth
+        if self._depth > _MAX_DEPTH + 1:
+            raise _unreadable(f"nested more than {_MAX_DEPTH} levels deep", self.get_mark())
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
