@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train pipeline test test-all mutations test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs docs-site clean
+.PHONY: help env train pipeline test test-all mutations test-real test-slurm test-browser test-install soak fuzz fake gpu gpu-rehearsal lint bench docs docs-site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,9 @@ test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean 
 
 soak: $(ENV)  ## runs killed at random moments, many times; hours
 	$(RUN) -m pytest tests -m soak
+
+fuzz: $(ENV)  ## 10,800 inputs broken at random: files, folders, templates, requests, variables, words; EXAMPLES=N of each kind
+	FUZZ_EXAMPLES=$(EXAMPLES) $(RUN) -m pytest -q -m soak tests/fuzz
 
 fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "cpu or more or product or soak" tests/fake
