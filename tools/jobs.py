@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.launch.environment import LaunchError  # noqa: E402
 from megatron.launch.site import site_variables  # noqa: E402
 from megatron.neox_arguments import UserError  # noqa: E402
-from megatron.neox_arguments.values.whole_numbers import whole_number  # noqa: E402
+from megatron.neox_arguments.values.integers import parse_integer  # noqa: E402
 from megatron.operations.jobs.overview import Choice, Row, overview  # noqa: E402
 from megatron.operations.jobs.scheduler import ANSWERS_S, PATIENT_S, Slurm  # noqa: E402
 from megatron.process import run_command  # noqa: E402
@@ -141,7 +141,7 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not (number := whole_number(text)):
+    if not (number := parse_integer(text)):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
     return number
 

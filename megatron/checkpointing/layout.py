@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 LATEST = "latest"
 LOGITS = "checkpoint_validation_logits"  # in mp_rank files
@@ -131,7 +131,7 @@ def _directory(save: Path, tag: str) -> Path | None:
     """Returns the directory of checkpoint `tag` in `save`, or its backup; None if there is none.
 
     Some converters write "0" for "global_step0", so both names are tried."""
-    step = whole_number(tag)
+    step = parse_integer(tag)
     tags = [tag] if step is None else [tag, step_tag(step)]
     if match := _TAG.fullmatch(tag):
         tags.append(match[1])

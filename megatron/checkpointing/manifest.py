@@ -150,11 +150,11 @@ class Manifest:
                 )
             if (version > 1 or "checksum" in raw) and raw.pop("checksum") != _checksum(raw):
                 raise DamagedError(f"{file_name}: damaged: does not match its own checksum; load another `iteration`")
-            raw["layout"] = _typed(ParallelLayout, raw["layout"])
-            raw["files"] = {name: _typed(FileRecord, {**r, "name": name}) for name, r in raw["files"].items()}
+            raw["layout"] = _checked_object(ParallelLayout, raw["layout"])
+            raw["files"] = {name: _checked_object(FileRecord, {**r, "name": name}) for name, r in raw["files"].items()}
             if raw.get("base") is not None and not raw["base"].keys() >= {"path", "digest"}:
                 raise TypeError("base has no path or no digest")
-            return _typed(
+            return _checked_object(
                 cls, {f.name: raw[f.name] for f in fields(cls) if f.name in raw or f.name not in _OPTIONAL_FIELDS}
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -165,7 +165,7 @@ class Manifest:
             ) from e
 
 
-def _typed(kind: type[T], values: Mapping[str, Any]) -> T:
+def _checked_object(kind: type[T], values: Mapping[str, Any]) -> T:
     """Returns an object of the dataclass `kind`. Raises TypeError for a value of another type than
     declared."""
     for name, hint in get_type_hints(kind).items():

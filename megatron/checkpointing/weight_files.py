@@ -20,7 +20,7 @@ from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.parameter_names import has_old_rows, naming_of, neox_name_of
 from megatron.model.weight_map import attention_of, may_be_wide
 from megatron.neox_arguments import ModelArgs
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 
 @dataclass
@@ -83,7 +83,7 @@ def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
     layers: dict[int, dict[str, Tensor]] = {}
     for key, value in state.items():
         number, _, name = key.removeprefix("sequential.").partition(".")
-        layer = whole_number(number)
+        layer = parse_integer(number)
         if layer is None or not name or not _is_entry(key, value):
             raise CheckpointError(f"{file}: {key}: is not a weight with a NeoX name (sequential.N.name or N.name)")
         layers.setdefault(layer, {})[name] = value

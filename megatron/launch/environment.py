@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.neox_arguments.errors import UserError
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 DEFAULT_PORT = 29500
 MOST_NODES = 1_000_000  # more are a mistake, and would fill the memory
@@ -98,7 +98,7 @@ def install_root() -> Path:
 def port_of(value: int | str, name: str = "MASTER_PORT") -> int:
     """Returns `value`, which the environment variable `name` has, as a port number. Raises LaunchError if it
     is not one."""
-    number = whole_number(str(value))
+    number = parse_integer(str(value))
     if number is None or not 0 < number < 65536:
         raise LaunchError(f"{name}={value!r} in the environment is not a port number (1 to 65535); correct or unset it")
     return number
@@ -113,7 +113,7 @@ def read_integer(env: Mapping[str, str], name: str, default: int | None = None) 
     text = env.get(name, "")
     if not text and default is not None:
         return default
-    number = whole_number(text.strip())
+    number = parse_integer(text.strip())
     if number is None:
         raise LaunchError(f"{name}={text[:100]!r} in the environment is not a whole number; correct or unset it")
     return number

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.launch.environment import DEFAULT_PORT, MOST_NODES, ONE_PER_GPU, LaunchError, port_of, read_integer
 from megatron.launch.hosts import Node
 from megatron.launch.typed_variables import resolve_main_node
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -97,7 +97,7 @@ def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Returns (number of pods, index of this pod) from the variables of a Kubernetes operator; (None, None)
     outside a pod."""
     if env.get("PET_NODE_RANK") and env.get("PET_NNODES"):
-        if (nodes := whole_number(env["PET_NNODES"])) is None:
+        if (nodes := parse_integer(env["PET_NNODES"])) is None:
             raise LaunchError(
                 f"PET_NNODES={env['PET_NNODES']!r}: elastic jobs are not supported; set a fixed number of pods"
             )

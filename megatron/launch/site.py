@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError, install_root
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -71,7 +71,7 @@ def site_nodes(from_model: bool, configs: Sequence[str], site: Mapping[str, str]
         name, kind = "NEOX_NODES", "training that starts from a model"
     if name not in site:
         return None, kind
-    if not (nodes := whole_number(site[name])):
+    if not (nodes := parse_integer(site[name])):
         raise LaunchError(f"{name}={site[name]!r} is not a number of nodes; correct it (see slurm/sites)")
     return nodes, kind
 

@@ -22,7 +22,7 @@ from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root,
 from megatron.launch.hosts import Node
 from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.process import run_files, say
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def check_gpus(env: Mapping[str, str], visible: Sequence[str]) -> None:
     """Raises LaunchError if torch sees fewer GPUs than Slurm gave this node; ranks would otherwise run on the
     CPU."""
     allocated = env.get("SLURM_GPUS_ON_NODE", "")
-    if "SLURM_STEP_ID" in env and (whole_number(allocated) or 0) > len(visible):
+    if "SLURM_STEP_ID" in env and (parse_integer(allocated) or 0) > len(visible):
         raise LaunchError(
             f"Slurm gave this node {allocated} GPUs, but torch sees {len(visible)}: run nvidia-smi there, or "
             f"exclude the node (sbatch --exclude={env.get('SLURMD_NODENAME', '')}); to run on CPUs: sbatch --gres=none"

@@ -15,7 +15,7 @@ from megatron.neox_arguments.neox_args import load_assignments
 from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.neox_arguments.reading.presets import files_of
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.planning.calibrate import main as calibrate
 from megatron.planning.goodput import Failures
 from megatron.planning.machines import Machine, read_links, read_machine, read_reached
@@ -132,7 +132,7 @@ def _parser() -> CommandParser:
 
 
 def _positive(text: str) -> int:
-    if not (number := whole_number(text)):
+    if not (number := parse_integer(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return number
 

@@ -57,7 +57,7 @@ class Counts:
     failures: (smallest case, traceback) by place of the failure. longest_s: seconds of the slowest case.
     """
 
-    tried: int = 0
+    num_inputs: int = 0
     succeeded: int = 0
     refused: int = 0
     longest_s: float = 0.0
@@ -65,7 +65,7 @@ class Counts:
     failures: dict[str, tuple[Case, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        counts = f"tried {self.tried:6d}  succeeded {self.succeeded:6d}  refused {self.refused:6d}"
+        counts = f"tried {self.num_inputs:6d}  succeeded {self.succeeded:6d}  refused {self.refused:6d}"
         return f"{counts}  failures {len(self.failures)}  longest {self.longest_s:.1f} s"
 
 
@@ -85,7 +85,8 @@ def command(main: Callable[[list[str]], Any], *words: object) -> None:
 def judge(kind: Kind, case: Case, folder: Path) -> tuple[str, str]:
     """Returns (succeeded or refused, ""), or (name of the failure, its traceback), for one input.
 
-    After a refusal the folder must hold the same files as before, but for hidden folders, in which a job may go on.
+    After a refusal the folder must hold the same files as before. Hidden folders may remain, for jobs resume
+    there.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -114,11 +115,13 @@ def _is_output(path: Path) -> bool:
 
 
 def _failure(problem: BaseException) -> tuple[str, str]:
-    """Returns the name of a failure by exception and innermost function of ours, and its traceback."""
+    """Returns the name of a failure by exception and innermost function of the program, and its traceback."""
     frames = traceback.extract_tb(problem.__traceback__)
-    ours = [f"{frame.filename.rpartition('/megatron/')[2]}:{frame.name}" for frame in frames
+    program_places = [f"{frame.filename.rpartition('/megatron/')[2]}:{frame.name}" for frame in frames
             if "/megatron/" in frame.filename or "/tools/" in frame.filename]  # fmt: skip
-    return f"{type(problem).__name__} at {ours[-1] if ours else '?'}", "".join(traceback.format_exception(problem))
+    return f"{type(problem).__name__} at {program_places[-1] if program_places else '?'}", "".join(
+        traceback.format_exception(problem)
+    )
 
 
 def fuzz(kind: Kind, examples: int, folder: Path, number: int | None = None) -> Counts:
@@ -131,7 +134,7 @@ def fuzz(kind: Kind, examples: int, folder: Path, number: int | None = None) -> 
     def attempt(case: Case) -> None:
         begin = time.monotonic()
         verdict, text = judge(kind, case, folder)
-        counts.tried += 1
+        counts.num_inputs += 1
         if time.monotonic() - begin > counts.longest_s:
             counts.longest_s, counts.slowest = time.monotonic() - begin, case
         if verdict in ("succeeded", "refused"):

@@ -36,7 +36,7 @@ _PARTS = (
 )  # fmt: skip
 _CALLS = CHATML.replace("m['content'] +", "m['content'] + (m.tool_calls | default([]) | tojson) +")
 _TEMPLATES = (CHATML, LLAMA3, GENERATION, chat_tokenizers.BRACKETED, "{{ tools | default([]) | tojson }}" + _CALLS)
-_PLAIN = {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, ANSWER]}
+_PLAIN_ROW = {"messages": [{"role": "system", "content": "Be brief."}, ASK, ANSWER, ASK, ANSWER]}
 
 
 @st.composite
@@ -55,7 +55,7 @@ def _cases(draw: DrawFn) -> Case:
             content = template.encode()
     row = draw(
         st.sampled_from(
-            [_PLAIN, *(row for row in ROWS if "messages" in row)] if template == _TEMPLATES[-1] else [_PLAIN]
+            [_PLAIN_ROW, *(row for row in ROWS if "messages" in row)] if template == _TEMPLATES[-1] else [_PLAIN_ROW]
         )
     )
     rows = json.dumps(row).encode() if draw(st.booleans()) else draw(spoilt_value(row).map(json_bytes))

@@ -61,15 +61,15 @@ def _config(draw: DrawFn) -> Case:
     for _ in range(draw(st.integers(0, 3))):
         key = draw(st.sampled_from(_keys()))
         config[key.name] = draw(_plausible(key))
-    how = draw(st.sampled_from(["plausible", "value", "json", "bytes", "deepspeed"]))
-    if how == "bytes":
+    damage = draw(st.sampled_from(["plausible", "value", "json", "bytes", "deepspeed"]))
+    if damage == "bytes":
         lines = b"".join(f"{name}: ".encode() + json_bytes(value) + b"\n" for name, value in config.items())
         return {"a.yml": draw(spoilt_bytes(lines))}
-    if how == "deepspeed":
+    if damage == "deepspeed":
         names = ("optimizer", "fp16", "zero_optimization", "train_micro_batch_size_per_gpu", "gradient_clipping")
         extra = {name: config.pop(name) for name in names if name in config}
         return {"a.yml": json_bytes(config | {"deepspeed_config_file": "ds.json"}), "ds.json": draw(spoilt_json(extra))}
-    content = {"plausible": json_bytes(config), "json": None}.get(how, b"")
+    content = {"plausible": json_bytes(config), "json": None}.get(damage, b"")
     content = content or draw(spoilt_json(config) if content is None else spoilt_value(config).map(json_bytes))
     name = draw(st.sampled_from(["a.yml", "a.json"]))
     return (

@@ -145,8 +145,8 @@ def spoilt_file(draw: DrawFn, content: bytes) -> Entry:
 
 
 @st.composite
-def spoilt_folder(draw: DrawFn, files: dict[str, bytes], often: Sequence[str] = ()) -> dict[str, Entry]:
-    """Changes of one or two files of a folder. often: names that are spoilt more often than others."""
-    names = [*sorted(files), *(name for name in often for _ in range(len(files)))]
+def spoilt_folder(draw: DrawFn, files: dict[str, bytes], frequent: Sequence[str] = ()) -> dict[str, Entry]:
+    """Changes of one or two files of a folder. frequent: names that are spoilt more often than others."""
+    names = [*sorted(files), *(name for name in frequent for _ in range(len(files)))]
     chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
     return {name: draw(spoilt_file(files[name])) for name in chosen}

@@ -130,13 +130,13 @@ def _scope(head: Any) -> dict[str, Any] | None:
 async def _answer(scope: dict[str, Any], body: bytes) -> tuple[int, bytes]:
     queue, sent = _AnsweringQueue(), list[dict[str, Any]]()
     service = Service(queue, AccessControl(None, 1 << 16, 5.0), _parser(), TokenTexts(_tokenizer()), 10.0, updates=True)
-    middle, gone = len(body) // 2, asyncio.Event()
+    middle, disconnected = len(body) // 2, asyncio.Event()
     pieces = iter([(body[:middle], True), (body[middle:], False)])
 
     async def receive() -> dict[str, Any]:
         for piece, has_more in pieces:
             return {"type": "http.request", "body": piece, "more_body": has_more}
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:

@@ -29,9 +29,15 @@ KINDS = {
         command_lines,
     )
 }  # fmt: skip
-FEW = {"huggingface_folders": 6, "config_files": 15, "rows": 15, "chat_templates": 15, "checkpoints": 10}  # else 25
-MANY = int(os.environ.get("FUZZ_EXAMPLES") or 1200)  # of each kind: 10,800 in all
-FOUND = Path(".cache/fuzz")
+FEW_EXAMPLES = {
+    "huggingface_folders": 6,
+    "config_files": 15,
+    "rows": 15,
+    "chat_templates": 15,
+    "checkpoints": 10,
+}  # else 25
+NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES") or 1200)  # of each kind: 10,800 in all
+FAILURES = Path(".cache/fuzz")
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +51,7 @@ def failures(kind: Kind, counts: Counts) -> str:
     """Saves the cases that failed, and returns their tracebacks."""
     texts = []
     for number, (reason, (case, text)) in enumerate(counts.failures.items()):
-        file = FOUND / kind.name / f"{number:02d}.json"
+        file = FAILURES / kind.name / f"{number:02d}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(to_json(case, reason))
         texts.append(f"{reason}, saved as {file.absolute()}\n{text}")
@@ -55,8 +61,8 @@ def failures(kind: Kind, counts: Counts) -> str:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_few_inputs(name: str, tmp_path: Path) -> None:
     """The same inputs in every run."""
-    counts = fuzz(KINDS[name], FEW.get(name, 25), tmp_path / "x")
-    assert counts.tried and not counts.failures, failures(KINDS[name], counts)
+    counts = fuzz(KINDS[name], FEW_EXAMPLES.get(name, 25), tmp_path / "x")
+    assert counts.num_inputs and not counts.failures, failures(KINDS[name], counts)
 
 
 @pytest.mark.parametrize(("name", "case"), [
@@ -73,7 +79,7 @@ def test_past_failures(name: str, case: Case, tmp_path: Path) -> None:
 def test_many_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other inputs in every run; `make fuzz` shows the counts."""
     number = int(os.environ.get("FUZZ_SEED") or int.from_bytes(os.urandom(4)))
-    counts = fuzz(KINDS[name], MANY, tmp_path / "x", number)
+    counts = fuzz(KINDS[name], NUM_EXAMPLES, tmp_path / "x", number)
     with capsys.disabled():
         print(f"\n{name:20s} {counts}  seed {number}", flush=True)
     assert not counts.failures, failures(KINDS[name], counts)
@@ -92,5 +98,5 @@ def test_a_failure_is_seen(tmp_path: Path) -> None:
 
     contents = (b"crash", b"object", b"empty", b"left", b"fine")
     counts = fuzz(Kind("mistakes", st.sampled_from([{"a": text} for text in contents]), run), 50, tmp_path / "x", 1)
-    assert len(counts.failures) == 4 and counts.refused == counts.tried - 4 and not counts.succeeded
+    assert len(counts.failures) == 4 and counts.refused == counts.num_inputs - 4 and not counts.succeeded
     assert {case["a"] for case, _ in counts.failures.values()} == {*contents[:4]}

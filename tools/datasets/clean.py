@@ -30,7 +30,7 @@ from megatron.data.cleaning.plan import CleaningOptions  # noqa: E402
 from megatron.data.cleaning.recipe import RULES, Recipe, rules_of  # noqa: E402
 from megatron.data.cleaning.row_files import FORMATS  # noqa: E402
 from megatron.data.preprocessing.inputs import resolve  # noqa: E402
-from megatron.neox_arguments.values.whole_numbers import whole_number  # noqa: E402
+from megatron.neox_arguments.values.integers import parse_integer  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import INPUT_HELP, add_choice_flags  # noqa: E402
@@ -159,7 +159,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _count(text: str) -> int:
-    if not (number := whole_number(text)):
+    if not (number := parse_integer(text)):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
     return number
 

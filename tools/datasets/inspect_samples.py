@@ -21,7 +21,7 @@ from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import page, terminal
 from megatron.data.inspection.samples import DisplayedSample, PackedRows, StoredDocuments, group_pairs
 from megatron.data.inspection.statistics import dataset_stats, histogram, table
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.process.command_parser import CommandParser
 from megatron.process.terminal import has_colours
 from megatron.tokenizer import TokenizerError, make_tokenizer
@@ -70,7 +70,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
     """Returns an argparse type for whole numbers of at least `minimum`."""
 
     def number(text: str) -> int:
-        value = whole_number(text)
+        value = parse_integer(text)
         if value is None or value < minimum:
             raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least {minimum}")
         return value

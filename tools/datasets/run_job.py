@@ -12,7 +12,7 @@ from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, PreprocessProgress, PreprocessResult, preprocess
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve, split_names
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults
 
@@ -122,7 +122,7 @@ def _bad_rows(text: str) -> int | None:
     number."""
     if text in ("drop", "skip"):  # --on-error, the older name of the flag, calls it skip
         return None
-    rows = 0 if text == "stop" else whole_number(text)
+    rows = 0 if text == "stop" else parse_integer(text)
     if rows is None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected stop, drop or a number of rows")
     return rows

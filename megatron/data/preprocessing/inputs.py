@@ -154,8 +154,8 @@ def _folder(folder: Path, split: str | None, subset: str | None, hub: dict[str, 
         return _chosen(names, split, folder, lambda name: _saved(folder / name))
     if (folder / "state.json").is_file():
         _without_subsets(folder, subset)
-        named = _description(folder / "state.json", "_data_files", dict).get("_split")
-        name = re.split(r"\W", named if isinstance(named, str) and named else DEFAULT_SPLIT)[0]
+        split_name = _description(folder / "state.json", "_data_files", dict).get("_split")
+        name = re.split(r"\W", split_name if isinstance(split_name, str) and split_name else DEFAULT_SPLIT)[0]
         return _chosen([name], split, folder, lambda name: _saved(folder))
     paths, shards = sorted(_data_files(folder)), _data_files(folder / "data")
     as_on_the_hub = _has_configurations(folder) or any(split_of(path, folder) is not None for path in shards)

@@ -15,8 +15,8 @@ from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.neox_arguments.values.remote_paths import is_remote
-from megatron.neox_arguments.values.whole_numbers import whole_number
 from megatron.process.command_parser import CommandParser
 from megatron.process.terminal import has_colours
 
@@ -143,7 +143,7 @@ def _peer(text: str) -> str:
 
 
 def _port(text: str) -> int:
-    number = whole_number(text)
+    number = parse_integer(text)
     if number is None or not 0 < number < 65536:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 1 to 65535")
     return number

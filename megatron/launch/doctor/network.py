@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check, failed, warning
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 
 def port_check(port: int) -> Check:
@@ -74,7 +74,7 @@ def split_address(peer: str, port: int) -> tuple[str, int]:
     host, colon, number = peer.rpartition(":")
     if not colon or (":" in host and not host.startswith("[")):
         host, number = peer, str(port)
-    peer_port = whole_number(number)
+    peer_port = parse_integer(number)
     if peer_port is None or not 0 < peer_port < 65536:
         raise ValueError(f"{peer!r}: {number!r} is not a port; write HOST:29500")
     return host.strip("[]"), peer_port

@@ -11,7 +11,7 @@ from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of, new_key
 from megatron.neox_arguments.reading.declared_file import read_declared
 from megatron.neox_arguments.validation.types import check_keys
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 # Default variables of a container; WORLD_SIZE is computed.
 VARIABLES: Mapping[str, str] = {
@@ -186,7 +186,7 @@ def _check_variables(site: Site, problems: ErrorCollector) -> None:
             problems.add(
                 path, f"contradicts replicas {site.replicas} x gpus {site.gpus} = {site.world_size}; remove it"
             )
-        elif name == "MASTER_PORT" and not 0 < (whole_number(str(value)) or 0) < 65536:
+        elif name == "MASTER_PORT" and not 0 < (parse_integer(str(value)) or 0) < 65536:
             problems.add(path, "is not a port number (1 to 65535); correct it")
         elif _SECRET.search(name.upper()) or _SECRET_VALUE.search(str(value)):
             problems.add(path, "looks like a secret, which every reader of the manifest would see; use the key secrets")

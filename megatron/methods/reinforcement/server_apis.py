@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.methods.reinforcement.server_calls import Connection, ServerError
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 
 _FINISHED = {"stop": True, "length": False}
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -167,7 +167,7 @@ class SGLangServer(ServerAPI):
             raise self.connection.error(
                 f"POST /generate: no answer with output_token_logprobs ({problem!r}); the reply was {answer!r:.300}"
             ) from None
-        number = whole_number(version) if isinstance(version, str) else None
+        number = parse_integer(version) if isinstance(version, str) else None
         return _checked(self.connection, Written(tokens, logprobs, finished, number), maximum)
 
     def update(self, update: WeightUpdate, url: str | None) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from megatron.neox_arguments.errors import ConfigError, format_value
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, whole_characters
+from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, join_surrogates
 from megatron.neox_arguments.values.local_paths import with_home
 
 _GIVE_WAY = ("seq_length", "tokenizer_type", "vocab_file")
@@ -212,7 +212,7 @@ def _value_of(reference: str, config: RawConfig, origin: str) -> str:
         )
         return ""
     try:
-        return whole_characters(value)
+        return join_surrogates(value)
     except UnicodeDecodeError:
         config.problems.append(f"{origin}: {reference}: {name} in the environment is not UTF-8 text; export it again")
         return ""

@@ -33,7 +33,7 @@ class ConfigLoader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         try:
-            node.value = whole_characters(node.value)
+            node.value = join_surrogates(node.value)
         except UnicodeDecodeError:
             raise _unreadable(f"{node.value[:40]!r} holds half of a surrogate pair", node.start_mark) from None
         return node
@@ -46,7 +46,7 @@ class ConfigLoader(yaml.SafeLoader):
             raise _unreadable(f"{str(node.value)[:40]} is not a valid {tag}", node.start_mark) from None
 
 
-def whole_characters(text: str) -> str:
+def join_surrogates(text: str) -> str:
     """Returns the text with each surrogate pair (JSON's `\\ud83d\\ude00`) replaced by its character.
 
     Raises UnicodeDecodeError for half of a pair, which can be neither printed nor written to a file.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 
 from megatron.neox_arguments import UserError
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.retrying import Patience
 from megatron.operations.hub.upload import Formats
@@ -141,7 +141,7 @@ def delays_of(options: argparse.Namespace, count: int, draw: random.Random) -> l
     delay = options.upload_delay
     if delay == "random":
         return [draw.randint(0, _LONGEST_RANDOM_S) for _ in range(count)]
-    seconds = whole_number(delay)
+    seconds = parse_integer(delay)
     if seconds is None:
         raise HubError(f"--upload-delay {delay}: give whole seconds, or the word random (up to 12 hours)")
     return [seconds + _STAGGER_S * number if seconds else 0 for number in range(count)]

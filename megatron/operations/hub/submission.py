@@ -17,8 +17,8 @@ from pathlib import Path
 from megatron.launch.environment import install_root
 from megatron.launch.site import checkpoint_folder, site_variables
 from megatron.neox_arguments import UserError
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.neox_arguments.values.local_paths import with_home
-from megatron.neox_arguments.values.whole_numbers import whole_number
 from megatron.operations.hub import flags
 from megatron.operations.hub.checkpoints import find_experiment, steps_in
 from megatron.operations.hub.errors import HubError
@@ -123,7 +123,7 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
         return Chosen(save, name, steps_in(save), repository, site)
     steps = []
     for tag in options.neox_checkpoint:
-        step = whole_number(tag.rstrip("/").rpartition("/")[2].removeprefix("global_step"))
+        step = parse_integer(tag.rstrip("/").rpartition("/")[2].removeprefix("global_step"))
         if step is None or not may_be_empty and not (save / f"global_step{step}").is_dir():
             saved_tags = ", ".join(f"global_step{saved_step}" for saved_step in steps_in(save))
             raise HubError(f"--neox_checkpoint {tag}: no such checkpoint in {save}, which holds {saved_tags}")

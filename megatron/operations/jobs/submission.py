@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.gpus import gpu_named
 from megatron.launch.site import site_nodes, starts_from_a_model
-from megatron.neox_arguments.values.whole_numbers import whole_number
+from megatron.neox_arguments.values.integers import parse_integer
 from megatron.operations.jobs.failures import UNKNOWN, Failure, classify
 from megatron.operations.jobs.joblog import last_lines
 from megatron.operations.jobs.overview import Row, row_of
@@ -145,7 +145,7 @@ def _start_iteration(args: "NeoXArgs") -> int:
         text = (Path(args.save_dir or "") / "latest").read_text(encoding="utf-8").strip()
     except OSError:
         return 0
-    number = whole_number(text.removeprefix("global_step")) or 0
+    number = parse_integer(text.removeprefix("global_step")) or 0
     return number if not args.restart and args.load == args.save else 0
 
 
