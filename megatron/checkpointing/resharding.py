@@ -63,7 +63,7 @@ def reshard(
     final = save / layout.step_tag(layout.step_of(source))
     opened = open_checkpoint(source)
     manifest = opened.manifest
-    source_manifest = manifest or _first_manifest(source, args, optimizer)
+    source_manifest = manifest or _first_manifest(opened, args, optimizer)
     to = replace(to, precision=source_manifest.layout.precision)
     state = _optimizer_state(opened, args, optimizer)
     with_state, specs = optimizer and bool(state), layer_params(args)
@@ -119,15 +119,16 @@ def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, required: bool)
     return state
 
 
-def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
+def _first_manifest(checkpoint: OpenCheckpoint, args: NeoXArgs, optimizer: bool) -> Manifest:
     """Makes a manifest for a checkpoint of GPT-NeoX, which has none.
 
     optimizer: true: the result keeps optimizer state, so a run can resume from it; false: a run starts from
         it at iteration 0."""
+    source = checkpoint.path
     facts = describe_checkpoint(source)
     dtype = only_dtype(source, facts.dtypes)
     config = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
-    state = {"consumed_samples": _samples(source, args), "seed": args.seed} if optimizer else {}
+    state = {"consumed_samples": _samples(checkpoint, args), "seed": args.seed} if optimizer else {}
     source_layout = ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1)
     return untrained_manifest(
         f"GPT-NeoX {source.resolve()}", source_layout, {}, config, (), optimizer=optimizer,
@@ -146,10 +147,10 @@ def only_dtype(source: str | Path, dtypes: Collection[torch.dtype | None], hint:
     return next(dtype for dtype in dtypes if dtype is not None)
 
 
-def _samples(source: Path, args: NeoXArgs) -> int:
-    """Returns the number of samples that the GPT-NeoX run had trained on when it saved `source`."""
-    state = OpenCheckpoint(source).model_state()
-    return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
+def _samples(checkpoint: OpenCheckpoint, args: NeoXArgs) -> int:
+    """Returns the number of samples that the GPT-NeoX run had trained on when it saved `checkpoint`."""
+    state = checkpoint.model_state()
+    return int(state.get("global_samples") or layout.step_of(checkpoint.path) * (args.train_batch_size or 0))
 
 
 def _file_names(args: ModelArgs, layer: int, specs: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:

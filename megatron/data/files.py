@@ -6,6 +6,7 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import time
 import weakref
 from functools import cache
@@ -132,6 +133,8 @@ def map_npy(path: str | Path) -> np.ndarray:
 
     Raises ValueError for another file format, for an array of objects, and for an array in Fortran order.
     """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+        raise ValueError("not a regular file")
     with open(path, "rb") as file:
         read_header = {
             (1, 0): np.lib.format.read_array_header_1_0,
