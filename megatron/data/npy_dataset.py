@@ -18,6 +18,7 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.files import map_npy, sync, temporary, write_json
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.neox_arguments.values.json_text import parse_json
 
 METADATA = "metadata.json"
 
@@ -72,7 +73,7 @@ class NpyDataset(IndexedDataset):
                 )
             return files
         try:
-            shards = json.loads(self.index_file.read_text())["shards"]
+            shards = parse_json(self.index_file.read_text())["shards"]
             files = tuple(folder / name for name in shards)
             wrong = [file for file in files if not file.is_file() or len(_map(file)) != shards[file.name]]
         except DataError:  # of a shard

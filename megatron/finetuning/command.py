@@ -15,6 +15,7 @@ from megatron.neox_arguments import ConfigError, UserError
 from megatron.neox_arguments.neox_args import check_assignments
 from megatron.neox_arguments.reading.command_line import add_completers
 from megatron.neox_arguments.reading.files import parse_overrides
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.process.command_parser import CommandParser
 
 _COMMAND = "deepy.py finetune"
@@ -121,7 +122,7 @@ def _inputs(options: argparse.Namespace) -> dict[str, Any]:
             inputs[name] = str(Path(inputs[name]).resolve())
             if Path(inputs[name]).is_file():
                 inputs[f"digest of {name}"] = sha256(Path(inputs[name]))
-    return json.loads(json.dumps(inputs, default=str))
+    return parse_json(json.dumps(inputs, default=str))
 
 
 def _is_prepared(out: Path, inputs: Mapping[str, Any]) -> bool:
@@ -135,7 +136,7 @@ def _is_prepared(out: Path, inputs: Mapping[str, Any]) -> bool:
             raise ConfigError([f"{out}: holds files of something else; name another folder by --output"])
         return False
     try:
-        recorded = json.loads(record.read_text(encoding="utf-8"))
+        recorded = parse_json(record.read_text(encoding="utf-8"))
     except ValueError as cause:
         raise ConfigError([f"{record}: is damaged; remove the folder, or name another one by --output"]) from cause
     changed = [name for name in {**recorded, **inputs} if recorded.get(name) != inputs.get(name)]
@@ -172,7 +173,7 @@ def _words(value: str | Mapping[str, Any] | None) -> str:
 
 def _tell_result(out: Path) -> int:
     """Prints where the result is, and how to use it. Returns the exit code."""
-    summary = json.loads((out / "training_summary.json").read_text(encoding="utf-8"))
+    summary = parse_json((out / "training_summary.json").read_text(encoding="utf-8"))
     if summary["status"] != "finished":
         _say(f"stopped at step {summary['iteration']} of {summary['train_iters']}; type the same command to go on")
         return _UNFINISHED
@@ -183,7 +184,7 @@ def _tell_result(out: Path) -> int:
     if (answers / "comparison.md").is_file():
         _say(f"answers before and after: {answers / 'comparison.md'}; the first:")
         old, new = (
-            json.loads((answers / f"step{step}.jsonl").read_text(encoding="utf-8").splitlines()[0])
+            parse_json((answers / f"step{step}.jsonl").read_text(encoding="utf-8").splitlines()[0])
             for step in (0, summary["iteration"])
         )
         question = new.get("prompt") or new["messages"][-1]["content"]

@@ -1,11 +1,11 @@
 """Recognises what the rows of a data file hold: chats, pairs of answers, judged answers or texts."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.data import DataError
 from megatron.data.conversations import CONVERSATION_COLUMNS, Message, conversation
+from megatron.neox_arguments.values.json_text import parse_json
 
 Row = Mapping[str, Any]
 CHATS, PAIRS, JUDGED, TEXTS = "chats", "pairs", "judged", "texts"
@@ -110,7 +110,7 @@ def _is_json_of_messages(text: str) -> bool:
     if not text.lstrip().startswith("["):
         return False
     try:
-        items = json.loads(text)
+        items = parse_json(text)
     except ValueError:
         return False
     return bool(items) and all(isinstance(item, dict) and item.keys() & {"role", "from"} for item in items)

@@ -1,6 +1,5 @@
 """The resolved configuration: one frozen object, made from files, overrides or a dictionary."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from megatron.neox_arguments.validation.startup_notes import startup_notes
 from megatron.neox_arguments.validation.types import check_keys
 from megatron.neox_arguments.values.batch_sizes import BATCH_KEYS, batch_sizes
 from megatron.neox_arguments.values.derive import derive
+from megatron.neox_arguments.values.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class NeoXArgs(GPTNeoXMethods):
 
         Raises ConfigError, and ValueError or KeyError for any other text.
         """
-        state = json.loads(text)
+        state = parse_json(text)
         args = _resolve(RawConfig(state["given"], state["origins"], state["config_files"]))
         return args if state["world_size"] is None else args.for_world(state["world_size"])
 

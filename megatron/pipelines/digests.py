@@ -13,6 +13,7 @@ from megatron.data.files import cached_sha256
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.pipelines.errors import PipelineError
 
 CACHE = Path("logs/digests")
@@ -204,7 +205,7 @@ def weights_digest(checkpoint: Path) -> str:
     Raises PipelineError if there is no manifest, or if a file that it lists is missing or has another size.
     """
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+        files = parse_json((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError) as problem:
         raise PipelineError(f"{checkpoint}: its manifest.json is missing or cannot be read ({problem})") from None
     for name, record in files.items():

@@ -15,6 +15,7 @@ from megatron.data.downloads import DownloadError, download
 from megatron.data.files import temporary, write_json
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.pipelines.definition import Source
 from megatron.pipelines.digests import digest, file_digests, files_of, numbered
@@ -51,7 +52,7 @@ def read_notes(folder: Path) -> dict[str, Fetched]:
 
     Raises PipelineError if the file cannot be read. folder: the pipeline's folder."""
     try:
-        notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+        notes = parse_json((folder / NOTES).read_text(encoding="utf-8"))
         fetched = {name: Fetched(**note) for name, note in notes.items()}
         # Earlier versions recorded full URLs with secrets; `fetch_sources` writes the entries again without
         # them.
@@ -114,7 +115,7 @@ def _identity(folder: Path, source: Source) -> dict[str, Any]:
         if not files_of(folder, str(place)):
             raise PipelineError(f"{source.name}: {place}: no such file or folder; correct `path`")
         identity["content"] = file_digests(folder, [str(place)])
-    return json.loads(json.dumps(identity))
+    return parse_json(json.dumps(identity))
 
 
 def _place(folder: Path, source: Source) -> Path:

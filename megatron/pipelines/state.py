@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.data.files import sync, write_json
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.pipelines.errors import PipelineError, cannot_write
 
 STATE, OVERRIDES, LOCK = "pipeline_state.json", "overrides.jsonl", ".pipeline.lock"
@@ -79,7 +80,7 @@ class State:
         self._stages: dict[str, StageRecord] = {}
         self.file: str | None = None
         try:
-            raw = json.loads(self._path.read_text(encoding="utf-8"))
+            raw = parse_json(self._path.read_text(encoding="utf-8"))
             if raw["version"] != _VERSION:
                 raise PipelineError(
                     f"{self._path}: has version {raw['version']}, but this program reads only version {_VERSION}"
@@ -150,7 +151,7 @@ def read_overrides(folder: Path) -> list[Override]:
     overrides = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            overrides.append(Override(**json.loads(line)))
+            overrides.append(Override(**parse_json(line)))
         except (ValueError, TypeError):
             raise PipelineError(
                 f"{path}:{number}: this line is not a valid override; restore or remove the line"
@@ -259,7 +260,7 @@ def is_locked(folder: Path) -> bool:
 
 def _holder(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

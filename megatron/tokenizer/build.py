@@ -1,12 +1,12 @@
 """Builds the tokenizer of a run or a command, and computes the padded vocabulary size of the embedding."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
 from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
 from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
@@ -113,7 +113,7 @@ def _listed_masked_ids(args: NeoXArgs) -> list[int | str]:
     file = (vocab if vocab.is_dir() else vocab.parent) / "tokenizer_config.json"
     advice = "list the tokens in loss_mask_token_ids, or remove the key"
     try:
-        tokens = json.loads(file.read_text(encoding="utf-8"))["loss_mask_token_ids"]
+        tokens = parse_json(file.read_text(encoding="utf-8"))["loss_mask_token_ids"]
     except (OSError, ValueError, TypeError, KeyError) as cause:
         reason = "has no field loss_mask_token_ids" if isinstance(cause, KeyError | TypeError) else "cannot be read"
         raise args.error("loss_mask_token_ids", f"auto: {file} {reason}; {advice}") from cause

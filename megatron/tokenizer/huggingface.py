@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer.interface import (
     END_OF_DOCUMENT,
     PADDING,
@@ -152,7 +153,7 @@ def _declared_tokens(path: Path) -> dict[str, str]:
         if path.name != "tokenizer.json" or not file.is_file():
             continue
         try:
-            content = json.loads(file.read_bytes())
+            content = parse_json(file.read_bytes())
             for role in ROLES:
                 value = content.get(role)
                 value = value.get("content") if isinstance(value, dict) else value

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer.interface import END_OF_DOCUMENT, Tokenizer, TokenizerError, no_end, no_such_token, read_file
 
 
@@ -74,7 +75,7 @@ def _load_saved(folder: Path, tiktoken: Any) -> Any:
     """
     settings, ranks = read_file(folder / "encoding.json"), read_file(folder / "encoding.tiktoken")
     try:
-        content = json.loads(settings)
+        content = parse_json(settings)
         lines = (line.split() for line in ranks.splitlines())
         return tiktoken.Encoding(
             content["name"],

@@ -9,7 +9,6 @@ Unlike GPT-NeoX's tokenizer, it decodes every text exactly as it was: no normali
 import argparse
 import gzip
 import io
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer.interface import END_OF_DOCUMENT, PADDING, TokenizerError  # noqa: E402
@@ -64,7 +64,7 @@ def read_texts(folder: Path) -> Iterator[str]:
                 if not line.strip():
                     continue
                 try:
-                    text = json.loads(line)["text"]
+                    text = parse_json(line)["text"]
                 except (ValueError, KeyError, TypeError):
                     text = None
                 if not isinstance(text, str):
@@ -112,7 +112,7 @@ def main(options: argparse.Namespace) -> None:
     unfinished = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     unfinished.write_text(content, encoding="utf-8")
     os.replace(unfinished, path)
-    vocab_size = len(json.loads(content)["model"]["vocab"])
+    vocab_size = len(parse_json(content)["model"]["vocab"])
     requested = options.vocab_size
     shortfall = f" (the texts give no more tokens; {requested} were requested)" if vocab_size < requested else ""
     print(f"Tokenizer saved at {path}: {vocab_size} tokens{shortfall}")

@@ -21,6 +21,7 @@ from megatron.checkpointing.huggingface.model_files import CONFIG, read_config, 
 from megatron.checkpointing.tensor_files import FileRecord, write_bytes
 from megatron.data.files import sync
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_tokenizer
 
 HF_SUBFOLDER = "huggingface"
@@ -132,7 +133,7 @@ def check_tokens(files: Mapping[str, bytes], rows: int, source: str) -> None:
         if name not in files:
             continue
         try:
-            ids = _ids(json.loads(files[name]), json.loads(files.get("added_tokens.json", b"{}")))
+            ids = _ids(parse_json(files[name]), parse_json(files.get("added_tokens.json", b"{}")))
             without_row = sorted((token_id, token) for token, token_id in ids.items() if token_id >= rows)
         except (ValueError, TypeError, KeyError, AttributeError) as problem:
             raise CheckpointError(f"{source}: {name} cannot be read ({type(problem).__name__}: {problem})") from problem
@@ -175,7 +176,7 @@ def reads_same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
 
 def _tokens(content: bytes) -> tuple[Any, dict[str, int]]:
     """Returns (vocabulary, {added token: id}) of a tokenizer.json. content: the bytes of the file."""
-    parsed = json.loads(content)
+    parsed = parse_json(content)
     return parsed["model"].get("vocab"), _added_ids(parsed)
 
 
@@ -188,7 +189,7 @@ def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None
 
     The result is at least `tokens`. carried: content of the checkpoint's HuggingFace files, by name. tokens:
     number of tokens of the checkpoint's tokenizer."""
-    rows = text_config(json.loads(carried.get(CONFIG, b"{}"))).get("vocab_size")
+    rows = text_config(parse_json(carried.get(CONFIG, b"{}"))).get("vocab_size")
     return None if rows is None else max(rows, tokens)
 
 
@@ -197,7 +198,7 @@ def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
 
     carried: content of a model's HuggingFace files, by name."""
     file = GENERATION if GENERATION in carried else CONFIG
-    eos = text_config(json.loads(carried.get(file, b"{}"))).get("eos_token_id")
+    eos = text_config(parse_json(carried.get(file, b"{}"))).get("eos_token_id")
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
 
 
@@ -221,7 +222,7 @@ def companion_files_of(
         so its pad token must not end texts; without `pad_token_id`, another special token is then chosen.
     Raises CheckpointError for a tokenizer that cannot be read, or without a suitable pad token."""
     saved_files = read_companion_files(source / HF_SUBFOLDER)
-    full_config, card = json.loads(saved_files.pop(CONFIG, b"{}")), saved_files.pop(CARD, b"").decode(errors="replace")
+    full_config, card = parse_json(saved_files.pop(CONFIG, b"{}")), saved_files.pop(CARD, b"").decode(errors="replace")
     config = text_config(full_config)
     files, ids, tokens = dict(saved_files), {}, None
     carried, built_tokenizer = any(map(is_of_tokenizer, files)), None
@@ -320,7 +321,7 @@ def add_tokenizer(folder: Path, tokenizer: str) -> None:
     files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
     if not files:
         raise CheckpointError(f"{tokenizer}: holds no tokenizer (no tokenizer.json or tokenizer.model)")
-    check_tokens(files, text_config(json.loads((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
+    check_tokens(files, text_config(parse_json((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
     write_companion_files(files, folder)
 
 
@@ -373,13 +374,13 @@ def _with_pad(files: dict[str, bytes], pad: int) -> dict[str, bytes]:
     id."""
     if "tokenizer.json" not in files:
         return files
-    tokenizer_json = json.loads(files["tokenizer.json"])
+    tokenizer_json = parse_json(files["tokenizer.json"])
     names = {token["id"]: token["content"] for token in tokenizer_json.get("added_tokens", [])}
     vocab = tokenizer_json.get("model", {}).get("vocab", {})
     names = {**({i: name for name, i in vocab.items()} if isinstance(vocab, dict) else {}), **names}
     if pad not in names:
         raise CheckpointError(f"--pad-token-id: {pad}: the tokenizer has no token with this id")
-    config = {**json.loads(files["tokenizer_config.json"]), "pad_token": names[pad]}
+    config = {**parse_json(files["tokenizer_config.json"]), "pad_token": names[pad]}
     return {**files, "tokenizer_config.json": _json(config)}
 
 

@@ -4,7 +4,6 @@ Weights are read from safetensors files (https://github.com/huggingface/safetens
 header's length, a JSON header, the tensors) or from pytorch_model.bin, without running code in it.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequan
 from megatron.checkpointing.huggingface.model_files import CONFIG, other_kind, read_config, read_json
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
+from megatron.neox_arguments.values.json_text import parse_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
@@ -395,7 +395,7 @@ def _header(path: Path) -> dict[str, _Entry]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
                 raise ValueError(f"its header cannot have {length} bytes")
-            raw = json.loads(file.read(length))
+            raw = parse_json(file.read(length))
         raw.pop("__metadata__", None)
         entries = {}
         for name, fields in raw.items():

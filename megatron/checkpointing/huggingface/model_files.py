@@ -1,6 +1,5 @@
 """Reads the JSON files of a HuggingFace model's folder, and recognises other kinds of folders."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from megatron.checkpointing.families.field_types import check_fields, plain_valu
 from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.families.registry import FAMILIES
 from megatron.neox_arguments.errors import lfs_pointer_error
+from megatron.neox_arguments.values.json_text import parse_json
 
 CONFIG = "config.json"
 
@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if (pointer := lfs_pointer_error(path)) is not None:
         raise CheckpointError(pointer)
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as problem:
         raise CheckpointError(f"{path}: does not hold JSON ({problem})") from problem
     if not isinstance(content, dict):

@@ -1,7 +1,6 @@
 """Runs the last pass of a cleaning job: writes kept documents, in order, to files of similar size in the
 output folder."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from megatron.data.cleaning.sorted_runs import document_numbers
 from megatron.data.errors import DataError
 from megatron.data.files import map_npy, write_json
 from megatron.data.preprocessing.inputs import InputFile
+from megatron.neox_arguments.values.json_text import parse_json
 
 PUBLISHED = "published"
 METADATA, PAGE = "metadata.json", "report.html"
@@ -159,7 +159,7 @@ def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mappi
     if not marker.exists():
         old = _metadata(target) or {"output_files": []}
         write_json(marker, {"stale": [*old["output_files"], *old.get("rejected_files", [])]})
-    for name in json.loads(marker.read_text(encoding="utf-8"))["stale"]:
+    for name in parse_json(marker.read_text(encoding="utf-8"))["stale"]:
         if name not in files:
             (target / name).unlink(missing_ok=True)
     for name, path in files.items():
@@ -175,7 +175,7 @@ def _metadata(target: Path) -> dict[str, Any] | None:
     Raises DataError if the file was not written by this command, or is damaged.
     """
     try:
-        metadata = json.loads((target / METADATA).read_text(encoding="utf-8"))
+        metadata = parse_json((target / METADATA).read_text(encoding="utf-8"))
         if isinstance(metadata["identity"], str) and all(isinstance(name, str) for name in metadata["output_files"]):
             return dict(metadata)
     except FileNotFoundError:

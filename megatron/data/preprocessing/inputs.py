@@ -7,7 +7,6 @@ splits are those of HuggingFace's `datasets`: `train`, `train+test`, `train[:10%
 
 import glob
 import itertools
-import json
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.values.json_text import parse_json
 
 HUB = "hf://"
 # Kinds whose rows are the same here as in `datasets`; other kinds are read from its cache, as Arrow
@@ -188,7 +188,7 @@ def _description(file: Path, name: str, kind: type) -> dict[str, Any]:
     Raises DataError unless it is an object in which `name` is a list of values of the type `kind`.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
         if all(isinstance(item, kind) for item in content[name]) and isinstance(content[name], list):
             return content
         problem: object = f"{name} is not a list of {kind.__name__}"

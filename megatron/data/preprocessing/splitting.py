@@ -4,7 +4,6 @@ Labels, rewards, the other side of pairs and a reference model's log-probabiliti
 Each part is a folder in which the files keep their names, so that companion files are still found.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from megatron.data.errors import DataError
 from megatron.data.files import sync, temporary, write_json
 from megatron.data.indexed_dataset import CODES, IndexedDataset, data_path, index_path, publish, write_index
 from megatron.data.inspection.file_groups import find_file_groups
+from megatron.neox_arguments.values.json_text import parse_json
 
 CHUNK = 1 << 24  # tokens copied between two reports of progress
 
@@ -196,7 +196,7 @@ def _describe(text: str, folder: Path, parts: Mapping[str, np.ndarray], choice: 
     if metadata_file is None:
         return
     try:
-        facts = json.loads(metadata_file.read_text())
+        facts = parse_json(metadata_file.read_text())
     except ValueError as problem:
         raise DataError(f"{metadata_file}: not JSON ({problem}); move this file away, or make the data again") from None
     for part, documents in parts.items():

@@ -1,7 +1,6 @@
 """Renders conversations as prompts, with the chat template of the model or of the file `chat_template`."""
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +16,7 @@ from megatron.distributed import World, on_rank_zero
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer
 
 _ANSWER = "answer"
@@ -216,7 +216,7 @@ def _template_of(files: Mapping[str, bytes]) -> str | None:
         return files["chat_template.jinja"].decode("utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
         try:
-            content: Any = json.loads(files.get(name, b"{}"))
+            content: Any = parse_json(files.get(name, b"{}"))
         except ValueError:
             continue
         template = content.get("chat_template") if isinstance(content, dict) else None

@@ -1,6 +1,5 @@
 """Reads questions to a model from a file: texts to continue, or conversations to answer."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron.data.conversations import (
 )
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.chat import ChatTemplate
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer
 
 
@@ -79,7 +79,7 @@ def read_questions(file: str | Path, chat: bool, system: str | None = None) -> l
         if not line.strip():
             continue
         try:
-            entry: Any = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+            entry: Any = parse_json(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
             questions.append(_question(entry, chat, system))
         except ValueError as problem:
             raise RequestError(f"{path}:{number}: {problem}") from problem

@@ -1,7 +1,6 @@
 """Implements `text_gen_type: score`: writes the log-probability of each token of texts in a JSON-lines
 file."""
 
-import json
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from megatron.generation.model import Model
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
 from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.process.progress import ProgressBar
 from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def _lines(args: ModelArgs, file: Path) -> Iterator[dict[str, Any]]:
             if not text.strip():
                 continue
             try:
-                row = json.loads(text)
+                row = parse_json(text)
             except ValueError as cause:
                 raise args.error("sample_input_file", f"{file}:{number}: is not valid JSON ({cause})") from cause
             keys = ("text",) if isinstance(row, dict) and "text" in row else ("prompt", "completion")

@@ -1,7 +1,6 @@
 """Checks that a model can be read, from a folder or from the Hub with the user's token. The token is never
 shown."""
 
-import json
 import os
 import urllib.error
 import urllib.request
@@ -9,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.launch.doctor.check import Check, failed, warning
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.neox_arguments.values.local_paths import with_home
 
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -66,7 +66,7 @@ def _folder(title: str, folder: Path) -> Check:
     if not folder.is_dir():
         return failed(title, f"{folder} is not a folder", "name the folder with the model's config.json")
     try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type", "model_type is not set")
+        kind = parse_json((folder / "config.json").read_text()).get("model_type", "model_type is not set")
     except (OSError, ValueError, AttributeError) as problem:
         return failed(title, f"{folder}: config.json cannot be read ({problem})", "name a HuggingFace model's folder")
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):

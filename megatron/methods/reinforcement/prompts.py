@@ -1,6 +1,5 @@
 """Prompts of reinforcement learning: reads them from JSONL files, orders them, and tokenises them."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ from megatron.data import DataError
 from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
 from megatron.methods.reinforcement.keys import rollout_keys
 from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.process import look_for_stop
 
 Messages = list[dict[str, Any]]
@@ -66,7 +66,7 @@ def read_rows(files: Sequence[str], key: str = "prompt", chat: bool = False) -> 
 
 def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError as problem:
         raise DataError(f"{place}: the line is not valid JSON ({problem}); write one JSON object per line") from problem
     prompt: Any = entry.get(key) if isinstance(entry, dict) else None

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.neox_arguments.errors import UserError
+from megatron.neox_arguments.values.json_text import parse_json
 
 _TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)  # a retry may succeed
 _SHOWN_CHARACTERS = 300  # characters of an answer, in errors
@@ -86,7 +87,7 @@ class Connection:
             hint = f"; the cause {hint_500}" if _is_explained(problem, hint_500) else retries
             raise self.error(f"{method_and_path}: {_reason(problem)}{hint}") from None
         try:
-            return json.loads(content) if content.strip() else None
+            return parse_json(content) if content.strip() else None
         except ValueError:
             raise self.error(
                 f"{method_and_path}: answered no JSON, so this may be no server of rollout.server_api: "
@@ -139,7 +140,7 @@ def _reason(problem: BaseException) -> str:
     if isinstance(problem, _RefusalError):
         text = problem.content.decode(errors="replace")
         with suppress(ValueError, KeyError, TypeError):
-            text = json.loads(text)["error"]["message"]
+            text = parse_json(text)["error"]["message"]
         advice = "; set NEOX_SERVE_TOKEN to its token" if problem.status == 401 else ""
         return f"answered {problem.status}: {' '.join(text.split())[:_SHOWN_CHARACTERS]}{advice}"
     return f"cannot be reached ({problem})" if isinstance(problem, OSError) else f"the connection broke ({problem!r})"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.retrying import Say
 
@@ -120,7 +121,7 @@ def _events(text: str) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for line in text.splitlines():
         try:
-            event = json.loads(line)
+            event = parse_json(line)
         except ValueError:
             continue
         if isinstance(event, Mapping) and "event" in event:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.hub.errors import HubError
 
@@ -91,7 +92,7 @@ def read_names(file: str | Path | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        names = json.loads(with_home(file).read_text(encoding="utf-8"))
+        names = parse_json(with_home(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise HubError(f"{file} (NEOX_HUB_NAMES): cannot be read ({problem})") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

@@ -11,6 +11,7 @@ from megatron.data import SampleSet
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.best_metric import Mode, best_metric
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.objectives import Objective
 from megatron.training.evaluation import validation_metrics
 from megatron.training.run import Training
@@ -45,7 +46,7 @@ def read_best(folder: Path) -> BestRecord | None:
     if not file.is_file():
         return None
     try:
-        return BestRecord(**json.loads(file.read_text()))
+        return BestRecord(**parse_json(file.read_text()))
     except (ValueError, TypeError) as problem:
         raise CheckpointError(f"{file} cannot be read ({problem}); delete the folder {folder}") from problem
 

@@ -1,6 +1,5 @@
 """Compares a run with its plan (`plan_file`): tokens per second and memory, in one line after 50 steps."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 from megatron.callbacks import Step
 from megatron.data import rows_per_sample
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.training.run import Training
 
 _FIRST_STEPS = 50
@@ -30,7 +30,7 @@ class PlanComparison:
         self._start = training.iteration
         assert args.plan_file is not None
         try:
-            plan = json.loads(Path(args.plan_file).read_text(encoding="utf-8"))
+            plan = parse_json(Path(args.plan_file).read_text(encoding="utf-8"))
             facts = {
                 key: plan[key]
                 for key in ("model", "world_size", "layout", "micro_batches", "stages", "time", "settings")
