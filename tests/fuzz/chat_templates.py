@@ -21,7 +21,7 @@ from tests.fuzz.rows import ROWS
 from tests.generation.serving.server import FOLDER
 from tests.model.stages import SMALL
 
-# Much longer texts take as long as the memory allows: nothing interrupts a single operation
+# A text of gigabytes takes as long as the memory allows, as nothing interrupts a single operation
 _PARTS = (
     "{% for m in messages %}", "{% endfor %}", "{{ m['content'] }}", "{{ m.content.x.y }}", "{{ 1 / 0 }}",
     "{{ messages }}", "{{ raise_exception('no') }}", "{{ strftime_now('%d %b') }}", "{{ strftime_now(1) }}",
@@ -31,7 +31,7 @@ _PARTS = (
     "{% macro f(a) %}{{ f(a) }}{% endmacro %}{{ f(1) }}", "{{ m | tojson }}", "{% break %}",
     "{{ messages[99].content }}", "{{ messages | map(attribute='role') | list | join }}", "{% extends 'b' %}",
     "{{ self.x() }}", "{{ cycler.__init__ }}", "{{ messages.append(messages) }}", "{{ undefined + 1 }}",
-    "{{ [].pop() }}", "{{ 9 ** 9999999 }}", "{{ '%10000000d' % 1 }}", "{% raw %}", "{{ '\\ud800' }}",
+    "{{ [].pop() }}", "{{ 9 ** 9999999 }}", "{{ '%100000d' % 1 }}", "{% raw %}", "{{ '\\ud800' }}",
     "{{ bos_token * 3 }}",
 )  # fmt: skip
 _CALLS = CHATML.replace("m['content'] +", "m['content'] + (m.tool_calls | default([]) | tojson) +")

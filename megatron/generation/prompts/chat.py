@@ -20,6 +20,7 @@ from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer
 
 _ANSWER = "answer"
+_END_CHARS = 1000  # of the text after an answer, of which the first token counts; a template may write megabytes
 _UNIQUE = "\x02answer\x03"  # a text that is in no conversation
 
 
@@ -143,7 +144,8 @@ class ChatTemplate:
             text = self.render(conversation, generation_prompt=False)
         except RequestError:
             return tuple(sorted(stop_tokens))
-        end_tokens = self.tokenizer.tokenize_bare(text.rpartition(_ANSWER)[2].lstrip())[:1]
+        end = text.rpartition(_ANSWER)[2].lstrip()[:_END_CHARS]
+        end_tokens = self.tokenizer.tokenize_bare(end)[:1]
         return tuple(sorted(stop_tokens | {token for token in end_tokens if token in self.tokenizer.special_tokens}))
 
 
