@@ -66,7 +66,8 @@ def measure(folder: Path, steps: int) -> list[Sample]:
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "1", "train.py", str(folder / "run.yml")]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     samples: list[Sample] = []
-    block, output = max(1, min(BLOCK, steps // 20)), []
+    block = max(1, min(BLOCK, steps // 20))
+    output: list[str] = []
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:

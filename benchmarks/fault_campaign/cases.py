@@ -40,8 +40,8 @@ from benchmarks.fault_campaign.runs import (
 )
 from tests.disks import mount, remount
 
-BETWEEN_STARTS = "between two starts"
-"""The phase of damages in the ledger."""
+NO_PHASE = "between two starts"
+"""The phase of damages in the ledger, which happen while the run does not run."""
 ROOT = Path(__file__).resolve().parents[2]
 Verdict = Literal["equal", "refused", "missed", "wrong"]
 """equal: the run went on to the same bits.
@@ -333,7 +333,7 @@ def _difference(expected: dict[str, Any], result: dict[str, Any], is_disturbed: 
 def ledger_row(case: Case, outcome: Outcome) -> dict[str, Any]:
     """Returns the line of a case in the ledger, which has all that `case_of` needs."""
     row = {key: value for key, value in asdict(case).items() if key not in ("injection", "damage")}
-    place = {"phase": BETWEEN_STARTS, "fault": case.damage} if case.injection is None else asdict(case.injection)
+    place = {"phase": NO_PHASE, "fault": case.damage} if case.injection is None else asdict(case.injection)
     seconds = round(outcome.seconds, 1)
     return {**row, **place, "verdict": outcome.verdict, "detail": outcome.detail, "seconds": seconds}
 
@@ -342,7 +342,7 @@ def case_of(row: Mapping[str, Any]) -> Case:
     """Returns the case of a line in the ledger, whatever `draw` returns for its index by now."""
     names = ("seed", "index", "layout", "objective", "start")
     values = {name: row[name] for name in names} | {"restarts": row.get("restarts", 0)}
-    if row["phase"] == BETWEEN_STARTS:
+    if row["phase"] == NO_PHASE:
         return Case(**values, injection=None, damage=row["fault"])
     injection = Injection(row["fault"], row["phase"], row["nth"], row["is_late"], row["rank"])
     return Case(**values, injection=injection, damage=None)

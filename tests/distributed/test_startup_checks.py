@@ -80,10 +80,10 @@ def test_other_code_and_libraries_are_reported() -> None:
     )
 
 
-def test_a_file_that_changed_and_is_the_same_by_now_is_reported_too() -> None:
-    here, elsewhere = ({"package": folder, "files": {"train.py": "0"}} for folder in ("/a", "/b"))
-    assert len(startup_checks.code_differences(here, here)) == 1
-    (line,) = startup_checks.code_differences(elsewhere, here)
+def test_a_file_that_has_changed_meanwhile_is_reported() -> None:
+    local, remote = ({"package": folder, "files": {"train.py": "0"}} for folder in ("/a", "/b"))
+    assert len(startup_checks.code_differences(local, local)) == 1
+    (line,) = startup_checks.code_differences(remote, local)
     assert "/a" in line and "/b" in line
 
 
