@@ -26,9 +26,10 @@ def main() -> int:
     reached = [row for row in rows if row["verdict"] != "missed"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     summary = (
-        f"{len(reached)} faults of seeds {seeds}; in {len(rows) - len(reached)} further cases the place of the fault "
+        f"{len(reached)} faults (seed {seeds}). In {len(rows) - len(reached)} further cases the run never reached the "
+        "place of the fault.\n\n"
     )
-    text = summary + "was never reached.\n\n" + "\n".join(table(rows))
+    text = summary + "\n".join(table(rows))
     return write_or_check(PAGE, {BEGIN: text}, END, "tools/docs/fault_table.py", options.check)
 
 
