@@ -54,6 +54,7 @@ class SpareRanks:
         self._folder = TemporaryDirectory(prefix="neox_spares_")  # not log_dir, which machines may share
         self._imports = Path(self._folder.name) / "imports.json"
         self._spares: dict[int, _Spare] = {}  # by index of their rank
+        self._has_failed = False
 
     @property
     def variables(self) -> dict[str, str]:
@@ -83,9 +84,14 @@ class SpareRanks:
     def renew(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], ranks: Sequence[Rank]) -> None:
         """Starts a spare for each rank that has none, once a rank has told its imports."""
         missing = [rank.index not in self._spares for rank in ranks]
-        if any(missing) and self._imports.exists():
+        if not any(missing) or self._has_failed or not self._imports.exists():
+            return
+        try:
             for rank, env in compress(zip(ranks, environments, strict=True), missing):
                 self._spares[rank.index] = self._start(command, env, rank)
+        except OSError as problem:  # the run needs no spares
+            self._has_failed = True
+            say(f"deepy.py: warning: no more spare ranks: a process cannot be started ({problem.strerror})")
 
     def close(self) -> None:
         """Ends all spares."""

@@ -29,7 +29,7 @@ def report_imports() -> None:
     with suppress(OSError):
         initial = dict(line.split(b"=", 1) for line in Path("/proc/self/environ").read_bytes().split(b"\0") if line)
         variables = {key: text for key, text in os.environ.items() if initial.get(key.encode()) != os.fsencode(text)}
-        modules = [module for module in list(sys.modules) if module != "__main__"]
+        modules = [module for module in list(sys.modules) if not module.endswith("__main__")]  # those are programs
         partial = Path(f"{name}.tmp")
         partial.write_text(json.dumps({"modules": modules, "environment": variables}))
         partial.replace(name)

@@ -1,11 +1,15 @@
 """Processes that wait beside the ranks and become the ranks of the next start."""
 
+import errno
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.launch.ranks import Rank
+from megatron.launch.spares import SpareRanks
 from tests.launch.runs import alive, deepy
 
 pytestmark = pytest.mark.ends_processes
@@ -14,6 +18,7 @@ pytestmark = pytest.mark.ends_processes
 WITNESS = """
 import os
 from pathlib import Path
+from typing import Any
 Path(f"imported_by_{os.getpid()}").touch()
 """
 SCRIPT = """
@@ -85,3 +90,17 @@ def test_without_spare_ranks_every_rank_is_a_new_process(tmp_path: Path) -> None
     done = deepy(tmp_path, script, "--max-restarts", "2", "--set", "spare_ranks=false")
     assert done.returncode == 0, done.stdout
     assert len(importers(tmp_path)) == 4 and "restart 1 of 2" in done.stdout
+
+
+def test_a_machine_that_starts_no_more_processes_goes_on_without_spares(monkeypatch: Any, capsys: Any) -> None:
+    def fail(*words: Any, **options: Any) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("megatron.launch.spares.start_rank", fail)
+    spares, rank = SpareRanks(), Rank(0, 1, None, 0, None)  # type: ignore[arg-type]
+    (path,) = spares.variables.values()
+    Path(path).write_text("{}")
+    for _ in range(3):
+        spares.renew(("python", "-u", "script.py"), [{"RANK": "0"}], [rank])
+    spares.close()
+    assert capsys.readouterr().err.count("Resource temporarily unavailable") == 1 and not Path(path).exists()
