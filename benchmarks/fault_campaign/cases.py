@@ -227,6 +227,11 @@ def _judge_restart(
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3 * HANG_S)
     except subprocess.TimeoutExpired as hang:
         return "wrong", f"hung: {(hang.stdout or b'')[-500:]!r}"
+    refusal = next((line for line in done.stdout.splitlines() if line.startswith("train.py: error: ")), None)
+    if done.returncode == 1 and refusal is not None:  # which deepy.py does not repeat
+        resumed = run_ranks(run, folder, lambda rank: None)
+        difference = _difference(expected, run.result(folder)) if resumed.succeeded else _summary("failed", resumed)
+        return ("wrong", difference) if difference else ("refused", refusal)
     if done.returncode != 0:
         return "wrong", f"code {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
     if not (folder / "reached").exists():

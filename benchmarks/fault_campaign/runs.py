@@ -102,7 +102,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = FrozenDict({
     "convert": ("tools.ckpts.convert_neox_to_hf", "hf", "--input_dir run --output_dir hf"),
 })  # fmt: skip
 """Name of a command: its module, the folder it writes, and its words."""
-_VARYING = ("metadata.json", "report.html")  # hold times
+_VARYING = ("metadata.json", "report.html")  # ends of the names of files that hold times
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class CommandRun:
     def result(self, folder: Path) -> dict[str, Any]:
         """Returns digests of the files that the command has written."""
         out = folder / COMMANDS[self.name][1]
-        files = sorted(path for path in out.rglob("*") if path.is_file() and path.name not in _VARYING)
+        files = sorted(path for path in out.rglob("*") if path.is_file() and not path.name.endswith(_VARYING))
         digests = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         return {"metrics": [], "tensors": digests}
 

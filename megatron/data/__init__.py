@@ -13,7 +13,7 @@ from megatron.data.blending import build_blend
 from megatron.data.build import build_datasets, epoch_iterations
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.errors import DataError
-from megatron.data.fingerprints import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
+from megatron.data.fingerprints import data_fingerprint, data_stamps, fingerprint, order_keys, order_sha256, path_key
 from megatron.data.index_maps import DataState, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.log_lines import data_log_lines
@@ -41,6 +41,7 @@ __all__ = [
     "check_curriculum",
     "collation",
     "data_fingerprint",
+    "data_stamps",
     "data_log_lines",
     "epoch_iterations",
     "eval_batches",

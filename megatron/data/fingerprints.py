@@ -3,7 +3,7 @@ samples."""
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.blending import normalized
 from megatron.data.errors import DataError
@@ -61,6 +61,32 @@ def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
                 file.seek((size - FINGERPRINT_BLOCK) * block // (blocks - 1))
                 digest.update(file.read(FINGERPRINT_BLOCK))
     return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
+
+
+class FileStamp(NamedTuple):
+    """Values that differ once a file was written to or replaced. changed_ns: time of the last change."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
+def data_stamps(args: NeoXArgs) -> dict[str, FileStamp]:
+    """Return {path: stamp} of the files of a run's datasets; a missing file is left out."""
+    if sample_kind(args) == "generated":
+        files = [Path(path) for path in declaration_of(args).prompt_files(args)]
+    elif args.dataset_impl == "pairwise":
+        files = [file for paths in preference_files(args).values() for path in paths for file in _files_of(path)]
+    else:
+        lists = [paths for name, data in data_prefixes(args).items() for paths in (data, *companion_paths(args, name))]
+        files = [file for paths in lists for path in paths or () for file in _files_of(path)]
+    stats = {str(file): file.stat() for file in files if file.exists()}
+    return {path: FileStamp(stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
+def _files_of(prefix: str) -> list[Path]:
+    folder = Path(prefix)
+    return sorted(folder.glob("*.npy")) if folder.is_dir() else [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
 
 
 @names_missing_data

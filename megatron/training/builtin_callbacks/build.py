@@ -19,6 +19,7 @@ from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.training.builtin_callbacks.best_model import BestModelCallback
 from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
+from megatron.training.builtin_callbacks.data_files import DataFilesCheck
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
 from megatron.training.builtin_callbacks.history import HistoryCallback
 from megatron.training.builtin_callbacks.log import LogCallback, ProgressBarCallback, build_bar
@@ -125,6 +126,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         log,  # collects the step's values, which are read when the next step has begun
         *router_load,  # does the same with the load of experts
         *([ReplicaCheck(training)] if args.replica_check_interval else []),  # ends the run if copies differ
+        *([] if args.allow_changed_data else [DataFilesCheck(training)]),  # before saves
         stop,  # decides whether this step is the last, and whether a save is due
         ValidationCallback(training, callbacks),  # calls on_validation_end
         *training.method.callbacks(training),

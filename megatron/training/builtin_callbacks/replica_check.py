@@ -57,7 +57,7 @@ class ReplicaCheck(Callback):
         self.training = training
         self._equal_after: int | None = None  # the last step after which all copies were equal
         self._layout = self._find_copies()
-        training.checkpointer.before_save = self.compare
+        training.checkpointer.before_save.append(self.compare)
 
     def _find_copies(self) -> _Layout:
         """Learns from all ranks which weights have copies. Raises ConfigError if none has."""

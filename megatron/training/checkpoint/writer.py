@@ -88,7 +88,7 @@ class CheckpointWriter:
         self.run, self.args, self.groups, self.engine, self.logger = run, args, groups, run.engine, run.logger
         self.schedule = run.schedule
         self.callback_states: Callable[[], Mapping[str, Mapping[str, Any]]] = dict  # set once there are callbacks
-        self.before_save: Callable[[], None] = lambda: None  # set by a callback; raises if nothing may be saved
+        self.before_save: list[Callable[[], None]] = []  # of callbacks; each raises if nothing may be saved
         self.run_id = on_rank_zero(groups, lambda: uuid.uuid4().hex)
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # The companion files of an imported model are kept, and written again when it is exported.
@@ -122,8 +122,7 @@ class CheckpointWriter:
         self.run_id = origin.run_id or self.run_id
 
     def save(self, progress: TrainingProgress, *, in_background: bool = True, ephemeral: bool = False) -> None:
-        """Write `<save>/global_stepN`, and make the file `latest` name it. It is visible only once it is
-        complete.
+        """Write `<save>/global_stepN`, visible once it is complete, and make the file `latest` name it.
 
         in_background: with `async_save`, return after copying the state; `wait`, or the next `save`,
             completes the write.
@@ -135,7 +134,8 @@ class CheckpointWriter:
         if self.saved_at == progress.iteration:
             on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
             return
-        self.before_save()
+        for check in self.before_save:
+            check()
         in_background = self._check_space(Path(save)) and in_background
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
@@ -173,8 +173,7 @@ class CheckpointWriter:
             self.logger.warning(text)
 
     def _export_missing(self, iteration: int) -> None:
-        """Export the saved checkpoint of this iteration to HuggingFace's format, if a stop signal interrupted
-        that."""
+        """Export this iteration's checkpoint to HuggingFace's format, if a stop signal interrupted that."""
         path = Path(self.args.save_dir or "") / step_tag(iteration)
         is_missing = self._store is None and not (path.parent / HF_SUBFOLDER / path.name).exists()
         if is_missing and is_hf_due(self.args, iteration) and not stop_signal():
@@ -222,7 +221,8 @@ class CheckpointWriter:
         in the background is completed first.
         """
         self.wait()
-        self.before_save()
+        for check in self.before_save:
+            check()
         parent_folder = folder.parent / f".tmp_{folder.name}_weights"
         temporary, manifest = parent_folder / step_tag(progress.iteration), self._manifest(progress)
 

@@ -1,0 +1,68 @@
+"""Data files that change under a running run."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.training import train
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, NEOX, begin, config, run_to_end
+
+STEPS = 6
+
+
+class Editor(Callback):
+    """Does something to the data after step 3."""
+
+    def __init__(self, data: Path, edit: str) -> None:
+        self.data, self.edit = data, edit
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        if step.iteration != 3:
+            return
+        if self.edit == "touch":
+            os.utime(self.data, ns=(1, 1))
+        elif self.edit == "replace":
+            self.data.with_suffix(".new").write_bytes(bytes(len(self.data.read_bytes())))
+            self.data.with_suffix(".new").replace(self.data)
+        else:
+            with self.data.open("r+b") as file:
+                file.seek(40)
+                file.write(b"\1\2\3\4")
+
+
+def run_with_edit(rank: int, world_size: int, values: dict[str, Any], data: Path, edit: str) -> str | None:
+    try:
+        train(begin(values), [Editor(data, edit)] if rank == 0 else [])
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+def values_of(folder: Path, **keys: Any) -> tuple[dict[str, Any], Path]:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(GOLDEN / "dataset" / f"corpusA_text_document{suffix}", folder / f"text{suffix}")
+    save = {"save": str(folder / "run"), "load": str(folder / "run"), "checkpoint_factor": 2}
+    return config(NEOX, save, train_iters=STEPS, data_path=str(folder / "text"), **keys), folder / "text.bin"
+
+
+def test_a_file_that_is_changed_in_place_ends_the_run_before_it_saves(tmp_path: Path) -> None:
+    values, data = values_of(tmp_path)
+    original = data.read_bytes()
+    problems = run_ranks(run_with_edit, 2, values, data, "write")
+    assert all(problem is not None and str(data) in problem and "step 2" in problem for problem in problems)
+    assert (tmp_path / "run" / "latest").read_text() == "global_step2"
+    data.write_bytes(original)
+    run_ranks(run_to_end, 2, values)
+    assert (tmp_path / "run" / "latest").read_text() == f"global_step{STEPS}"
+
+
+@pytest.mark.parametrize(("edit", "keys"), [("touch", {}), ("replace", {}), ("write", {"allow_changed_data": True})])
+def test_other_changes_do_not(edit: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    values, data = values_of(tmp_path, **keys)
+    assert run_ranks(run_with_edit, 1, values, data, edit) == [None]
+    assert (tmp_path / "run" / "latest").read_text() == f"global_step{STEPS}"
