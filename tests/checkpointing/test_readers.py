@@ -257,7 +257,7 @@ RAW_READERS = {
     "megatron/checkpointing/tensor_files.py load_tensors": "the function itself",
     "megatron/checkpointing/weights.py gather_layers": "files that were just written",
     "megatron/training/deepspeed/engine.py DeepSpeedEngine": "a file that the checkpointer has checked",
-    "tools/compare_commits.py _digests": "compares the files of two runs byte by byte",
+    "tools/compare_commits.py digest_of_tensors": "compares the files of two runs byte by byte",
 }
 
 

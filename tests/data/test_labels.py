@@ -134,7 +134,7 @@ def test_what_can_be_no_label_or_reward_is_refused(tmp_path: Path):
         path = write_rows(tmp_path / "r", [[1.0], [bad]], np.float32)
         refused(r"r\.bin: document 1 .*finite reward", open_rewards, path, text)
     floats = write_rows(tmp_path / "f", [[1.0] * 40], np.float32)
-    with pytest.raises(DataError, match=r"f\.bin .*float32.*tokens"):
+    with pytest.raises(DataError, match=r"f\.bin.*float32.*tokens"):
         build(labelled_args(tmp_path, (floats, floats), train_label_data_paths=None, seq_length=8))
 
 

@@ -399,9 +399,11 @@ class _ReferenceCache:
 
     def _score(self, rows: list[Response]) -> np.ndarray:
         """Returns the summed log-probability of each row, float32. Data ranks may have different numbers of
-        rows."""
+        rows. Raises StopRequested on all ranks after a stop signal to one."""
         packed, saving = self.args.pack_impl != "unpacked", least_prefix_saving(self.args)
-        samples, order = pack_responses(rows, self.args.seq_length + 1, packed, saving)
+        samples, order = run_on_each_rank(
+            self.groups, lambda: pack_responses(rows, self.args.seq_length + 1, packed, saving)
+        )
         size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
         batches = max(self._from_data_ranks(-(-len(samples) // size)))
         samples += [responses_to_sample([], self.args.seq_length + 1)] * (batches * size - len(samples))
