@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
+from megatron.neox_arguments.values.local_paths import with_home
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def log_dir_of(args: "NeoXArgs") -> Path:
     """Returns the folder of a run's logs: `log_dir`, else `logs` inside `save` if that is local, else `logs`
     in the working folder."""
     local = local_save(args)
-    return Path(args.log_dir or (Path(local) / "logs" if local else "logs"))
+    return with_home(args.log_dir or (Path(local) / "logs" if local else "logs"))
 
 
 def local_save(args: "NeoXArgs") -> str | None:

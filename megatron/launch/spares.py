@@ -7,6 +7,7 @@ connection to other ranks. Its program is `megatron.process.spare`.
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -17,9 +18,10 @@ from megatron.launch.ranks import Rank, start_rank
 from megatron.process import LogFile, say
 from megatron.process.spare import IMPORTS
 
+# Nothing of megatron is imported before `sys.path` is the rank's: it may have its package from elsewhere.
 _PROGRAM = (
-    "import sys; sys.path.insert(0, {folder!r}); "  # -P has kept the working folder out
-    "from megatron.process.spare import wait; wait({script!r}, sys.argv[1:], {imports!r}, {orders})"
+    "import json, sys; report = json.load(open({imports!r})); sys.path[:] = report['path']; "
+    "from megatron.process.spare import wait; wait({script!r}, sys.argv[1:], report, {orders})"
 )
 
 
@@ -28,12 +30,14 @@ class _Spare:
     """A waiting process.
 
     environment: variables it was started with. orders: descriptor to which its rank's variables are written.
+    started_ns: time of its start, in ns since 1970.
     """
 
     rank: Rank
     command: tuple[str, ...]
     environment: Mapping[str, str]
     orders: int
+    started_ns: int
 
     def end(self) -> None:
         """Kills the process and closes its streams."""
@@ -52,22 +56,27 @@ class SpareRanks:
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="neox_spares_")  # not log_dir, which machines may share
-        self._imports = Path(self._folder.name) / "imports.json"
+        self._num_starts = 0
         self._spares: dict[int, _Spare] = {}  # by index of their rank
         self._has_failed = False
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Returns the environment variable that makes a rank tell its imports, after its first step."""
+    def _imports(self) -> Path:
+        """The file with the imports of the present start."""
+        return Path(self._folder.name) / f"imports_{self._num_starts}.json"
+
+    def begin_start(self) -> dict[str, str]:
+        """Returns the environment variable that makes a rank of the next start tell its imports, after its
+        first step."""
+        self._num_starts += 1
         return {IMPORTS: str(self._imports)}
 
     def take(self, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank | None:
         """Returns a spare that begins to run as the rank of `env`; None if none waits for this rank."""
-        self._imports.unlink(missing_ok=True)  # of the ranks before
         spare = self._spares.pop(int(env["RANK"]), None)
         if spare is None:
             return None
-        if spare.command != tuple(command):
+        if spare.command != tuple(command) or _code_changed_at(Path(spare.command[2])) > spare.started_ns:
             spare.end()
             return None
         variables = {name: text for name, text in env.items() if spare.environment.get(name) != text}
@@ -103,10 +112,8 @@ class SpareRanks:
         python, unbuffered, script, *words = command
         env = {name: text for name, text in env.items() if name != IMPORTS}  # it is told when it becomes a rank
         reader, writer = os.pipe()
-        program = _PROGRAM.format(
-            folder=os.path.dirname(os.path.realpath(script)), script=script, imports=str(self._imports), orders=reader
-        )
-        waiting = (python, unbuffered, "-P", "-c", program, *words)
+        program = _PROGRAM.format(script=script, imports=str(self._imports), orders=reader)
+        waiting, started_ns = (python, unbuffered, "-P", "-c", program, *words), time.time_ns()
         try:
             spare = start_rank(rank.index, rank.world_size, waiting, env, rank.log, descriptors=(reader,))
         except BaseException:
@@ -114,4 +121,11 @@ class SpareRanks:
             raise
         finally:
             os.close(reader)
-        return _Spare(spare, tuple(command), env, writer)
+        return _Spare(spare, tuple(command), env, writer, started_ns)
+
+
+def _code_changed_at(script: Path) -> int:
+    """Returns the time of the last change of the package's files or the script, in ns since 1970."""
+    package = Path(__file__).resolve().parents[1]
+    times = [os.stat(path).st_mtime_ns for path in (script, *package.rglob("*.py")) if path.exists()]
+    return max(times, default=0)

@@ -224,6 +224,8 @@ def _say_share_of_steps(run: Run, restarts: int, started: float) -> None:
         rows = list(read_metrics(log_dir_of(run.args) / METRICS_FILE, Problems()))
     except OSError:
         rows = []
+    if run.node_rank or not rows:  # rank 0 of node 0 writes them
+        return
     seconds, previous = 0.0, 0
     for row in rows:
         if row.get("runtime/start_time", 0) >= started:
@@ -288,7 +290,7 @@ def environments(run: Run, assignment: RankAssignment, attempt: Attempt = FIRST_
     base, count = {**os.environ, "NEOX_RESTARTS": str(attempt.number)}, run.node.ranks or 0
     base["NEOX_RESTART_CAUSE"] = attempt.cause
     if attempt.spares is not None and attempt.may_restart:
-        base.update(attempt.spares.variables)
+        base.update(attempt.spares.begin_start())
     if run.node.devices:
         base["CUDA_VISIBLE_DEVICES"] = ",".join(run.node.devices)
     if count > 1:

@@ -25,6 +25,7 @@ from megatron.methods.reinforcement.advantages import (
 from megatron.methods.reinforcement.answers import Answer
 from megatron.methods.reinforcement.keys import ReinforcementKeys, rollout_keys
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.neox_arguments.values.losses import writes_pairs
 
 _WIDTH_MULTIPLE = 64  # row widths are multiples of this: few shapes, and fast matrix products
@@ -206,7 +207,13 @@ class GenerationFiles:
                 f"{file}: missing, but the checkpoint lies between two steps of a generation, whose answers are in "
                 f"this file; restore the file, or set iteration to a checkpoint at a multiple of {self.steps}"
             )
-        generation = Generation.from_json(json.loads(file.read_bytes()))
+        try:
+            generation = Generation.from_json(parse_json(file.read_bytes()))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise DataError(
+                f"{file}: damaged ({problem}); restore the file, or set iteration to a checkpoint at a multiple of "
+                f"{self.steps}"
+            ) from problem
         if (generation.number, len(generation.answers)) != (number, self.answers):
             raise DataError(
                 f"{file}: holds {len(generation.answers)} answers of generation {generation.number}, but expected "

@@ -32,6 +32,7 @@ from megatron.neox_arguments.keys.architectures import (
 )
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.base_weights import weight_digests
 from megatron.training.checkpoint.source import CheckpointSource
@@ -166,15 +167,18 @@ def find_completion(folder: Path, set_contents: SetContents, size: int) -> tuple
     """Returns (path of the note that a dataset is fully scored, number of its rows).
 
     The note is about the first `size` samples of the dataset. The number is None if the note does not exist,
-    or a file that it names is gone.
+    cannot be read, or names a file that is gone.
     """
     contents = [cached_sha256(file, set_contents.hash_cache) for file in set_contents.files]
     name = hashlib.sha256(json.dumps([set_contents.layout, contents, size]).encode()).hexdigest()[:32]
     note = folder / f"whole-{name}.json"
     if not note.is_file():
         return note, None
-    record = json.loads(note.read_text())
-    return note, record["rows"] if all((folder / file).is_file() for file in record["files"]) else None
+    try:
+        record = parse_json(note.read_bytes())
+        return note, int(record["rows"]) if all((folder / file).is_file() for file in record["files"]) else None
+    except (ValueError, KeyError, TypeError):  # damaged: all rows are looked up again, and it is written again
+        return note, None
 
 
 def note_completion(note: Path, rows: int) -> None:

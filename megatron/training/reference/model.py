@@ -39,6 +39,7 @@ from megatron.model.norms import Norm
 from megatron.model.pipeline_forward import Read, Shape
 from megatron.mpu import HeadInput, Linear
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.json_text import parse_json
 from megatron.neox_arguments.values.losses import (
     least_prefix_saving,
     loss_temperature,
@@ -164,13 +165,21 @@ def _check_record(args: NeoXArgs, source: CheckpointSource, description: Mapping
             f"{path} is missing, so the reference (the weights that the run in `save` started from) is unknown; set "
             "save to a new folder, and load to those weights with finetune: true"
         )
-    saved = json.loads(path.read_text())
-    if saved["digest"] != digest_of(description):
+    try:
+        saved = parse_json(path.read_bytes())
+        changed = saved["digest"] != digest_of(description)
+        about, weights = saved["about"], saved["weights"] or "initial values"
+    except (ValueError, KeyError, TypeError) as problem:
+        raise CheckpointError(
+            f"{path}: damaged ({problem}), so the reference (the weights that the run in `save` started from) is "
+            "unknown; restore the file, or set save to a new folder, and load to those weights with finetune: true"
+        ) from problem
+    if changed:
         changes = describe_changes(
-            describe_reference_changes(saved["about"], description, args), args, f"the reference of {path}"
+            describe_reference_changes(about, description, args), args, f"the reference of {path}"
         )
         raise CheckpointError(
-            f"{changes}; the run's reference was made from {saved['weights'] or 'initial values'}, and "
+            f"{changes}; the run's reference was made from {weights}, and "
             f"{source.path or 'initialisation'} gives another one now; restore these keys, or set restart: true"
         )
 
