@@ -113,6 +113,15 @@ def _signal(*numbers: int) -> Callable[[Path], None]:
     return send
 
 
+def _die_in_a_file(folder: Path) -> None:
+    """Kills this process as if in the middle of writing the newest file of a save, half of which is there."""
+    files = [path for path in folder.rglob(".tmp_*/**/*") if path.is_file()]
+    if files:
+        newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+        os.truncate(newest, newest.stat().st_size // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _slow(folder: Path) -> None:
     time.sleep(2.0)
 
@@ -184,6 +193,7 @@ def _make_read_only(folder: Path) -> None:
 FAULTS: Mapping[str, Callable[[Path], None]] = FrozenDict({
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGKILL": _signal(signal.SIGKILL),
+    "SIGKILL in half a file": _die_in_a_file,
     "SIGINT": _signal(signal.SIGINT),
     "SIGUSR1": _signal(signal.SIGUSR1),
     "SIGUSR1 twice": _signal(signal.SIGUSR1, signal.SIGUSR1),

@@ -17,7 +17,7 @@ from megatron.launch.devices import free_port
 from megatron.launch.environment import ProcessInfo
 from megatron.process import STACKS_SIGNAL
 
-GRACE_S = 1.5  # as deepy.py: from the failure of one rank to the end of the others
+GRACE_S = 1.5  # from the failure of one rank to the end of the others; deepy.py has 1 s before a restart
 HANG_S = 90.0
 _WARM = (
     "torch.distributed.fsdp", "torch._dynamo", "torch.utils.checkpoint", "deepspeed", "deepspeed.runtime.pipe.engine",
@@ -49,11 +49,13 @@ class Ending:
     """How a start of a run has ended.
 
     codes: of the ranks; -N after signal N. outputs: what they wrote to stdout and stderr.
+    first: ranks that had ended before the campaign ended the others.
     hung: whether it had to be ended after HANG_S.
     """
 
     codes: tuple[int, ...]
     outputs: tuple[str, ...]
+    first: tuple[int, ...]
     hung: bool
     seconds: float
 
@@ -93,12 +95,13 @@ def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> En
     ]
     codes: dict[int, int] = {}
     failed_at: float | None = None
-    hung = False
+    hung, first = False, tuple(range(ranks))
     while len(codes) < ranks:
         _collect(children, codes)
         now = time.monotonic()
         if failed_at is None and any(codes.values()):
             failed_at = now
+            first = tuple(rank for rank, pid in enumerate(children) if pid in codes)
             _kill(children, codes, signal.SIGTERM)
         if now - start > HANG_S and not hung:
             hung = True
@@ -112,7 +115,7 @@ def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> En
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     outputs = tuple(path.read_text(errors="replace") for path in files)
-    return Ending(tuple(codes[pid] for pid in children), outputs, hung, time.monotonic() - start)
+    return Ending(tuple(codes[pid] for pid in children), outputs, first, hung, time.monotonic() - start)
 
 
 def _collect(children: Sequence[int], codes: dict[int, int]) -> None:

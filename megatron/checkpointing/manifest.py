@@ -166,15 +166,15 @@ class Manifest:
 
 
 def _checked_object(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Returns an object of the dataclass `kind`. Raises TypeError for a value of another type than
-    declared."""
+    """Returns an object of the dataclass `kind`; further values are left out. Raises TypeError for a value of
+    another type than declared."""
     for name, hint in get_type_hints(kind).items():
         members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         kinds = tuple(get_origin(member) or member for member in members)
         value = values.get(name)
         if name in values and (not isinstance(value, kinds) or isinstance(value, bool) and bool not in kinds):
             raise TypeError(f"{name} is {type(value).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}")
-    return kind(**values)
+    return kind(**{name: value for name, value in values.items() if name in get_type_hints(kind)})
 
 
 def _checksum(raw: Mapping[str, Any]) -> str:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.layout import is_optimizer_file, model_file, model_files
 from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, read_manifest, size_problems
@@ -19,6 +21,13 @@ from megatron.distributed import run_on_all_ranks
 from megatron.mpu import ParallelGroups
 
 _COUNTERS = ("iteration", "global_steps", "global_samples", "skipped_steps", "consumed_samples", "consumed_tokens")
+
+
+def _is_count(value: Any) -> bool:
+    """Returns whether a value is a whole number or None; older programs write floats and tensors, too."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return value is None or isinstance(value, int) or isinstance(value, float) and value.is_integer()
 
 
 class OpenCheckpoint:
@@ -52,7 +61,7 @@ class OpenCheckpoint:
         Raises CheckpointError if the file is missing or is no dict, or if a counter is no whole number."""
         state = self.tensors(model_file(rank))
         names = state if isinstance(state, dict) else ()
-        wrong = [name for name in _COUNTERS if name in names and not isinstance(state[name], int | None)]
+        wrong = [name for name in _COUNTERS if name in names and not _is_count(state[name])]
         if wrong or not isinstance(state, dict):
             problem = f"{wrong[0]} is {type(state[wrong[0]]).__name__}" if wrong else f"holds {type(state).__name__}"
             raise DamagedError(f"{self.path / model_file(rank)}: damaged: {problem}; load another `iteration`")

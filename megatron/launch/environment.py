@@ -98,7 +98,7 @@ def install_root() -> Path:
 def port_of(value: int | str, name: str = "MASTER_PORT") -> int:
     """Returns `value`, which the environment variable `name` has, as a port number. Raises LaunchError if it
     is not one."""
-    number = parse_integer(str(value))
+    number = parse_integer(str(value).strip())
     if number is None or not 0 < number < 65536:
         raise LaunchError(f"{name}={value!r} in the environment is not a port number (1 to 65535); correct or unset it")
     return number

@@ -208,6 +208,16 @@ def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
     fails("format_version 99", read_manifest, path)
 
 
+def test_a_manifest_with_further_fields_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    raw = {**json.loads((path / "manifest.json").read_text()), "format_version": 1, "later": [1]}
+    del raw["checksum"]
+    for record in raw["files"].values():
+        record["later"] = "field"
+    (path / "manifest.json").write_text(json.dumps(raw))
+    assert read_manifest(path) is not None and verify(path) is not None
+
+
 def test_another_model_is_refused_with_a_manifest_and_without() -> None:
     assert read_manifest(checkpoint("neox_pp1_mp1")) is verify(checkpoint("neox_pp1_mp1")) is None
     args = golden_args("neox_pp1_mp1")

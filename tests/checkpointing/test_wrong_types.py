@@ -16,7 +16,9 @@ from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.families.convert import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf
+from megatron.checkpointing.opening import OpenCheckpoint
 from tests.checkpointing.family_models import CASES, random_model
+from tests.checkpointing.golden import fails
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tools.ckpts import convert_hf_to_neox
 
@@ -202,3 +204,15 @@ def test_a_file_given_as_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"m\.gguf: .*GGUF"):
         find_hf(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3), torch.tensor([3.0])])
+def test_counters_as_older_programs_write_them(count: Any, tmp_path: Path) -> None:
+    torch.save({"global_samples": count}, tmp_path / "mp_rank_00_model_states.pt")
+    assert OpenCheckpoint(tmp_path).model_state()["global_samples"] is not None or count is None
+
+
+@pytest.mark.parametrize("count", ["3", 3.5, [3], torch.zeros(2)])
+def test_a_counter_that_is_no_whole_number(count: Any, tmp_path: Path) -> None:
+    torch.save({"global_samples": count}, tmp_path / "mp_rank_00_model_states.pt")
+    fails("mp_rank_00_model_states.pt.*global_samples", OpenCheckpoint(tmp_path).model_state)

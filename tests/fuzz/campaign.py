@@ -23,7 +23,7 @@ from megatron.process.commands import long_name_error
 from tests.fuzz.cases import Case, put
 
 LIMIT_S = 20.0
-MEMORY = 24 << 30  # of addresses: an input of bytes must not ask for gigabytes
+MEMORY = 12 << 30  # of addresses: an input of bytes must not ask for gigabytes
 _OBJECT = re.compile(r"<[\w.]+ object at 0x|Traceback \(most recent call last\)")
 _MAX_MESSAGE = 20_000
 

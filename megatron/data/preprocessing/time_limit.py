@@ -28,11 +28,12 @@ def check_operations(template: str) -> None:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        line = next(
-            (line for line, kind, text in Environment().lex(template) if (kind, text) == ("operator", "**")), None
-        )
+        tokens = [token for token in Environment().lex(template) if token[1] != "whitespace"]
     except TemplateSyntaxError:
         return  # which rendering reports
+    # After ( or , it is not a power: f(**options)
+    pairs = zip(tokens, tokens[1:], strict=False)
+    line = next((line for (_, _, before), (line, _, text) in pairs if text == "**" and before not in "(,"), None)
     if line is not None:
         raise ValueError(f"line {line}: ** is not allowed in chat templates, as it may take hours; multiply instead")
 

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.data import DataError
 from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
+from megatron.data.preprocessing.time_limit import check_operations
 from tests.data.preprocessing import chat_tokenizers
 from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, BRACKETED, CHATML, GENERATION, LLAMA3, chat_tokenizer
 from tests.data.samples import jsonl
@@ -136,3 +137,14 @@ def test_analyze_takes_a_prompt_of_text_too(tmp_path, monkeypatch, capsys):
         analyze.main([str(source), "--tokenizer", str(tmp_path / "tokenizer")])
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] and "prompt" in tables[0]
+
+
+@pytest.mark.parametrize("template", ["{{ f(**words) }}", "{{ f(1, ** words) }}", "2 ** 3"])
+def test_words_of_a_call_are_no_power(template: str) -> None:
+    check_operations(template)
+
+
+@pytest.mark.parametrize("template", ["{{ 2**3 }}", "{% generation %}\n{{ 9 ** 9 }}{% endgeneration %}"])
+def test_a_power_in_a_template_is_refused(template: str) -> None:
+    with pytest.raises(ValueError, match=f"line {1 + template.count(chr(10))}:"):
+        check_operations(template)
