@@ -305,7 +305,7 @@ def _misbehaviour(ending: Ending, fault: str) -> str | None:
     """
     if ending.hung:
         return _summary("hung", ending)
-    codes = [ending.codes[rank] for rank in ending.first]
+    codes = [ending.codes[rank] for rank in ending.ended_early]
     if not any(codes) or min(codes) < 0 or max(codes) > 128 or fault in _CRASHES:
         return None
     return None if ending.refusal else _summary("no clear line", ending)

@@ -49,13 +49,13 @@ class Ending:
     """How a start of a run has ended.
 
     codes: of the ranks; -N after signal N. outputs: what they wrote to stdout and stderr.
-    first: ranks that had ended before the campaign ended the others.
+    ended_early: ranks that had ended before the campaign ended the others.
     hung: whether it had to be ended after HANG_S.
     """
 
     codes: tuple[int, ...]
     outputs: tuple[str, ...]
-    first: tuple[int, ...]
+    ended_early: tuple[int, ...]
     hung: bool
     seconds: float
 
@@ -95,13 +95,13 @@ def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> En
     ]
     codes: dict[int, int] = {}
     failed_at: float | None = None
-    hung, first = False, tuple(range(ranks))
+    hung, ended_early = False, tuple(range(ranks))
     while len(codes) < ranks:
         _collect(children, codes)
         now = time.monotonic()
         if failed_at is None and any(codes.values()):
             failed_at = now
-            first = tuple(rank for rank, pid in enumerate(children) if pid in codes)
+            ended_early = tuple(rank for rank, pid in enumerate(children) if pid in codes)
             _kill(children, codes, signal.SIGTERM)
         if now - start > HANG_S and not hung:
             hung = True
@@ -115,7 +115,7 @@ def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> En
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     outputs = tuple(path.read_text(errors="replace") for path in files)
-    return Ending(tuple(codes[pid] for pid in children), outputs, first, hung, time.monotonic() - start)
+    return Ending(tuple(codes[pid] for pid in children), outputs, ended_early, hung, time.monotonic() - start)
 
 
 def _collect(children: Sequence[int], codes: dict[int, int]) -> None:

@@ -207,12 +207,12 @@ def test_a_file_given_as_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [None, 3, 3.0, torch.tensor(3), torch.tensor([3.0])])
-def test_counters_as_older_programs_write_them(count: Any, tmp_path: Path) -> None:
+def test_counters_of_older_programs(count: Any, tmp_path: Path) -> None:
     torch.save({"global_samples": count}, tmp_path / "mp_rank_00_model_states.pt")
     assert OpenCheckpoint(tmp_path).model_state()["global_samples"] is not None or count is None
 
 
 @pytest.mark.parametrize("count", ["3", 3.5, [3], torch.zeros(2)])
-def test_a_counter_that_is_no_whole_number(count: Any, tmp_path: Path) -> None:
+def test_a_counter_that_is_no_integer(count: Any, tmp_path: Path) -> None:
     torch.save({"global_samples": count}, tmp_path / "mp_rank_00_model_states.pt")
     fails("mp_rank_00_model_states.pt.*global_samples", OpenCheckpoint(tmp_path).model_state)

@@ -33,7 +33,7 @@ def check_operations(template: str) -> None:
         return  # which rendering reports
     # After ( or , it is not a power: f(**options)
     pairs = zip(tokens, tokens[1:], strict=False)
-    line = next((line for (_, _, before), (line, _, text) in pairs if text == "**" and before not in "(,"), None)
+    line = next((line for (_, _, preceding), (line, _, text) in pairs if text == "**" and preceding not in "(,"), None)
     if line is not None:
         raise ValueError(f"line {line}: ** is not allowed in chat templates, as it may take hours; multiply instead")
 

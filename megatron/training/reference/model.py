@@ -168,7 +168,7 @@ def _check_record(args: NeoXArgs, source: CheckpointSource, description: Mapping
     try:
         saved = parse_json(path.read_bytes())
         changed = saved["digest"] != digest_of(description)
-        about, weights = saved["about"], saved["weights"] or "initial values"
+        old_description, weights = saved["about"], saved["weights"] or "initial values"
     except (ValueError, KeyError, TypeError) as problem:
         raise CheckpointError(
             f"{path}: damaged ({problem}), so the reference (the weights that the run in `save` started from) is "
@@ -176,7 +176,7 @@ def _check_record(args: NeoXArgs, source: CheckpointSource, description: Mapping
         ) from problem
     if changed:
         changes = describe_changes(
-            describe_reference_changes(about, description, args), args, f"the reference of {path}"
+            describe_reference_changes(old_description, description, args), args, f"the reference of {path}"
         )
         raise CheckpointError(
             f"{changes}; the run's reference was made from {weights}, and "
