@@ -171,6 +171,7 @@ def _checked_object(kind: type[T], values: Mapping[str, Any]) -> T:
     for name, hint in get_type_hints(kind).items():
         members = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         kinds = tuple(get_origin(member) or member for member in members)
+        kinds += (int,) if float in kinds else ()  # JSON of other programs writes 3.0 as 3
         value = values.get(name)
         if name in values and (not isinstance(value, kinds) or isinstance(value, bool) and bool not in kinds):
             raise TypeError(f"{name} is {type(value).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}")

@@ -1,6 +1,6 @@
 """Keeps spares beside the ranks of a run with `max_restarts`: processes that wait to become its next ranks.
 
-A spare has imported everything that a rank imports, which takes most of a start. It has no GPU memory and no
+A spare has imported everything that a rank imports, which takes most of a start. It holds no model and has no
 connection to other ranks. Its program is `megatron.process.spare`.
 """
 

@@ -44,7 +44,7 @@ class RunnerKeys:
     spare_ranks: bool = new_key(
         True,
         "With `max_restarts`: a process waits beside each rank, with everything imported, and becomes the rank after a "
-        "failure; false saves its host memory, about 0.5 GB",
+        "failure; false saves its host memory",
     )
     rendezvous_timeout_s: float = new_key(
         45.0, "At the start, seconds to wait for the next machine or rank after the latest arrival", gt=0

@@ -23,13 +23,13 @@ class DataFilesCheck(Callback):
         args, stamps = self.training.args, data_stamps(self.training.args)
         changed = {path: stamp for path, stamp in self._stamps.items() if stamps.get(path) != stamp}
         in_place = [path for path, stamp in changed.items() if path in stamps and stamps[path].inode == stamp.inode]
-        self._stamps = stamps
         if in_place and data_fingerprint(args) != self.training.checkpointer.run.files:
             raise DataError(
                 f"{in_place[0]}: was changed while the run read it, so nothing is saved after step "
                 f"{self.training.checkpointer.saved_at or 0}; restore the file and start again, or set "
                 "allow_changed_data: true"
             )
+        self._stamps = stamps
         for path in changed:
             note = "has a new time of change, and the same content" if path in in_place else "was replaced or removed"
             advice = "" if path in in_place else "; the run still reads the old file, but its next start does not"
