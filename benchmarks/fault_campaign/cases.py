@@ -27,7 +27,7 @@ from benchmarks.fault_campaign.faults import (
     damage,
     install,
 )
-from benchmarks.fault_campaign.processes import HANG_S, Ending, run_ranks
+from benchmarks.fault_campaign.processes import HANG_S, Ending, refusal_in, run_ranks
 from benchmarks.fault_campaign.runs import (
     COMMAND,
     COMMANDS,
@@ -230,7 +230,7 @@ def _judge_restart(
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=3 * HANG_S)
     except subprocess.TimeoutExpired as hang:
         return "wrong", f"hung: {(hang.stdout or b'')[-500:]!r}"
-    refusal = next((line for line in done.stdout.splitlines() if line.startswith("train.py: error: ")), None)
+    refusal = refusal_in(done.stdout + done.stderr)
     if done.returncode == 1 and refusal is not None:  # which deepy.py does not repeat
         resumed = run_ranks(run, folder, lambda rank: None)
         difference = _difference(expected, run.result(folder)) if resumed.succeeded else _summary("failed", resumed)

@@ -67,11 +67,8 @@ class Ending:
     @property
     def refusal(self) -> str | None:
         """Returns the error of a rank that ended with code 1 and one clear line; None if there is none."""
-        for code, output in zip(self.codes, self.outputs, strict=True):
-            lines = [line for line in output.splitlines() if re.match(r"[\w.]+\.py: error: ", line)]
-            if code == 1 and lines:
-                return lines[-1]
-        return None
+        refusals = (refusal_in(output) for code, output in zip(self.codes, self.outputs, strict=True) if code == 1)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     @property
     def traceback(self) -> str | None:
@@ -80,6 +77,11 @@ class Ending:
             if "Traceback (most recent call last)" in output:
                 return output.splitlines()[-1]
         return None
+
+
+def refusal_in(output: str) -> str | None:
+    """Returns the last line in which a command says what is wrong; None if there is none."""
+    return next((line for line in reversed(output.splitlines()) if re.match(r"[\w.]+\.py: error: ", line)), None)
 
 
 def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> Ending:

@@ -104,8 +104,9 @@ class JsonlLogger:
     null.
 
     When a run resumes at `iteration`, rows of later iterations are removed in place, which needs no disk
-    space. If an existing file belongs to another run (`log_dir` may be shared), that file is renamed to
-    `metrics.1.jsonl` and so on.
+    space. At iteration 0 all rows are removed: the validation before the first step is computed again. If an
+    existing file belongs to another run (`log_dir` may be shared), that file is renamed to `metrics.1.jsonl`
+    and so on.
 
     say: called with a message if the file cannot be written.
     """
@@ -119,7 +120,8 @@ class JsonlLogger:
             os.replace(path, next(name for name in candidates if not name.exists()))
         if path.exists():
             backwards = read_lines_backwards(path, Problems())
-            os.truncate(path, next((end for end, row in backwards if row["iteration"] <= iteration), 0))
+            kept_sizes = (end for end, row in backwards if 0 < iteration and row["iteration"] <= iteration)
+            os.truncate(path, next(kept_sizes, 0))
         else:
             path.touch()
         self._file = LogFile(path, say)

@@ -168,6 +168,18 @@ def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, m
         assert list(read_lines_backwards(path, Problems())) == list(read_lines(path, Problems()))[::-1]
 
 
+def test_a_start_from_step_0_writes_its_validation_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        log = JsonlLogger(path, 0, "a")
+        log.write({"iteration": 0, "validation/lm_loss": 1.0})
+        log.close()
+    assert len(path.read_text().splitlines()) == 1
+    log = JsonlLogger(path, 5, "a")  # rows are written every ten steps
+    log.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
 def test_a_tracker_that_cannot_write_is_said_once() -> None:
     def fails(*row: Any) -> None:
         raise OSError(28, "No space left on device")
