@@ -77,7 +77,7 @@ def measure_copies(training: Any, turns: int) -> tuple[dict[str, list[float]], f
         for name, copies in kinds.items():
             checkpointer._copies = copies
             copied, start = 0, time.monotonic()
-            for _, state in checkpointer._states(training.progress, False):
+            for _, state in checkpointer.states(training.progress):
                 copied += sum(tensor.nbytes for _, tensor in named_tensors(state))
             if turn > 0:  # the first makes the memory
                 seconds[name].append(time.monotonic() - start)

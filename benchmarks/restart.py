@@ -7,6 +7,7 @@ after a save and once its spare waits. Each way trains by itself; the ratio of b
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 
 STEPS_PER_KILL = 30
+STEPS_PER_FAULT, LOCAL_SAVE_INTERVAL = 300, 5  # of --share
 WAITING_S = 1.0  # a spare that has used no processor time for so long waits
 
 
@@ -98,12 +100,54 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
     return seconds, memory
 
 
+def share_of_steps(folder: Path, kills: int, local_save: bool) -> str:
+    """Returns the last line of a run of the quickstart model that lost its rank every STEPS_PER_FAULT steps.
+
+    local_save: whether it keeps its last steps in memory, every LOCAL_SAVE_INTERVAL steps.
+    """
+    save, memory = folder / f"local_{local_save}", Path("/dev/shm") / f"neox_{os.getpid()}"
+    keys = {"save": str(save), "load": str(save), "tensorboard_dir": None, "max_restarts": kills, "log_interval": 1,
+            "train_iters": STEPS_PER_FAULT * (kills + 1)}  # fmt: skip
+    if local_save:
+        keys |= {"local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}
+    configs = ["configs/quickstart.yml", "configs/local_setup.yml"]
+    settings = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    command = [sys.executable, "-u", "deepy.py", "--num_gpus", "1", "train.py", *configs, "--set", *settings]
+    killed, last_line = 0, ""
+    try:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                last_line = line.strip() or last_line
+                match = re.search(r"iteration +(\d+)/", line)
+                if match and killed < kills and int(match[1]) >= STEPS_PER_FAULT * (killed + 1):
+                    os.kill(ranks_of(process.pid)[0][0], signal.SIGKILL)
+                    killed += 1
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    if process.returncode != 0:
+        sys.exit(f"restart.py: the run ended with code {process.returncode}: {last_line}")
+    return last_line
+
+
 def main() -> int:
     parser = CommandParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=3, help="restarts of each way (default: 3)")
+    parser.add_argument(
+        "--share",
+        action="store_true",
+        help=f"instead kill the quickstart model every {STEPS_PER_FAULT} steps, and tell its share of time in steps",
+    )
     options = parser.parse_args()
     subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
     assert DATA.exists()
+    if options.share:
+        with tempfile.TemporaryDirectory() as folder:
+            for local_save, name in ((True, f"local_save every {LOCAL_SAVE_INTERVAL} steps"), (False, "save alone")):
+                print(f"{name}: {share_of_steps(Path(folder), options.kills, local_save)}", flush=True)
+        return 0
     medians = []
     print("| ranks after a kill | seconds to the next step: median (least to most) | memory of a spare (GB) |")
     print("|---|---|---|")

@@ -43,7 +43,7 @@ PHASES: Mapping[str, tuple[tuple[tuple[str, str], ...], int]] = FrozenDict({
         ("megatron.training.native.engine", "NativeEngine.gather_weights"),
         ("megatron.training.deepspeed.engine", "DeepSpeedEngine.gather_weights"),
     ), 3),
-    "write of a save": ((("megatron.training.checkpoint.writer", "save_tensors"),), 24),
+    "write of a save": ((("megatron.training.checkpoint.pieces", "save_tensors"),), 24),
     "sync of a save": ((("os", "fsync"),), 60),
     "rename of a save": ((("os", "rename"),), 6),
     "manifest of a save": ((("megatron.checkpointing.publish", "replace_file"),), 9),

@@ -14,6 +14,7 @@ is named in `manifest.py`, `configs/` in `publish.py`, the files of `huggingface
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.checkpointing.errors import CheckpointError
@@ -69,9 +70,12 @@ def zero_file(data_rank: int, model_rank: int, bf16: bool) -> str:
     return f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
 
 
-def layer_files(path: str | Path) -> dict[tuple[int, int], Path]:
-    """Returns all layer files (weights) in a checkpoint directory, by (NeoX layer index, tensor rank)."""
-    matches = ((_LAYER.fullmatch(p.name), p) for p in Path(path).iterdir())
+def layer_files(path: str | Path, names: Iterable[str] | None = None) -> dict[tuple[int, int], Path]:
+    """Returns all layer files (weights) in a checkpoint directory, by (NeoX layer index, tensor rank).
+
+    names: of the checkpoint's files; None: of those that are there."""
+    paths = Path(path).iterdir() if names is None else (Path(path) / name for name in names)
+    matches = ((_LAYER.fullmatch(p.name), p) for p in paths)
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
 
@@ -87,6 +91,12 @@ def model_files(path: str | Path) -> dict[int, Path]:
     """Returns all mp_rank files of a checkpoint directory, by model-parallel rank."""
     matches = ((_MODEL.fullmatch(p.name), p) for p in Path(path).iterdir())
     return {int(m[1]): p for m, p in matches if m}
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the layer whose weights or optimizer state a file of this name holds; None for other files."""
+    match = _LAYER.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def is_optimizer_file(name: str) -> bool:

@@ -78,12 +78,19 @@ class OpenCheckpoint:
         """The names of all files except optimizer state; [] if there is no manifest."""
         return [] if self.manifest is None else [n for n in sorted(self.manifest.files) if not is_optimizer_file(n)]
 
-    def verify(self, names: Iterable[str] | None = None, groups: ParallelGroups | None = None) -> None:
+    def verify(
+        self,
+        names: Iterable[str] | None = None,
+        groups: ParallelGroups | None = None,
+        sharers: Sequence[int] | None = None,
+    ) -> None:
         """Compare files with the manifest, unless that was done before.
 
         names: the files; None: all except optimizer state.
         groups: all ranks call this method together, and each checks a part of the files; None: this process
             checks all.
+        sharers: with `groups`, the ranks that see these files and divide them among themselves; None: all
+            ranks.
         Raises DamagedError that names every damaged file, CheckpointError for a file that the manifest does
         not list."""
         if self.manifest is None:
@@ -91,7 +98,8 @@ class OpenCheckpoint:
         requested = sorted(set(self.names if names is None else names))
         new = [name for name in requested if name not in self._problems]
         if groups is not None:
-            share = new[groups.world_rank :: groups.world_size]
+            sharers = range(groups.world_size) if sharers is None else sharers
+            share = new[sharers.index(groups.world_rank) :: len(sharers)]
             run_on_all_ranks(groups, lambda: self.verify(share))
             new = [name for name in new if name not in self._problems]
             self._problems |= {name: _done(None) for name in new}  # another rank has checked them

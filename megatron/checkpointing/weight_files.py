@@ -98,7 +98,9 @@ def open_weight_files(checkpoint: str | Path | OpenCheckpoint) -> WeightFiles:
     path = source.path
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; pass the folder of a checkpoint")
-    files: Mapping[Any, Path] = layout.layer_files(path)
+    # Of a copy on a machine (`local_save`) only some layers are there; the manifest lists all of them.
+    names = None if source.manifest is None else source.manifest.files
+    files: Mapping[Any, Path] = layout.layer_files(path, names)
     if files:
         layers, ranks = {layer for layer, _ in files}, {rank for _, rank in files}
         size = max(ranks) + 1

@@ -26,7 +26,7 @@ from megatron.neox_arguments.keys.declaration import keys_of
 PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("torch", "deepspeed", "numpy", "transformers", "tokenizers")
 # Only these keys, and RunnerKeys (how ranks are started), may differ between ranks
-_MACHINE_KEYS = ("config_files", "log_dir", "remote_staging")
+_MACHINE_KEYS = ("config_files", "log_dir", "local_save", "remote_staging")
 _PROBE_S = 15.0  # NFS may take a while to show a new file to another machine
 _MAX_ITEMS = 5  # most differences or hosts that a message lists
 

@@ -20,6 +20,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import stop_signal
 from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.local_saves import LocalSaves
 from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.engine import Engine
@@ -100,6 +101,7 @@ class Training:
     watchdog: Watchdog
     user_callbacks: Sequence[Callback] = ()
     zero_tokens: frozenset[int] | None = None  # of Origin
+    local_saves: LocalSaves | None = None
     loop: LoopState = field(default_factory=LoopState)
 
     @property

@@ -40,6 +40,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked
 from megatron.training.builtin_callbacks.best_model import check_best
 from megatron.training.builtin_callbacks.build import load_callbacks
 from megatron.training.builtin_callbacks.profiling import record_memory_history
+from megatron.training.checkpoint.local_saves import LocalSaves
 from megatron.training.checkpoint.resume import CheckpointLoader
 from megatron.training.checkpoint.run_parts import RunParts
 from megatron.training.checkpoint.same_run import begun_of, continued
@@ -257,6 +258,8 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer, method = build_tokenizer(user_args), find_method(user_args)
     source = on_rank_zero(groups, lambda: choose_source(user_args))
+    local = LocalSaves(user_args, groups, logger) if user_args.local_save is not None else None
+    source = source if local is None else local.newest(source)
     manifest = on_rank_zero(groups, lambda: continued(user_args, source))
     if engine is None:
         recorded = manifest.engine if manifest is not None else None
@@ -302,11 +305,11 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     writer.lock()
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
-    loader = CheckpointLoader(parts)
+    loader = CheckpointLoader(parts, local)
     datasets, progress = resume_with_reference(loader, method, watchdog)
     writer.go_on_from(loader.origin)
     datasets = method.finish_datasets(parts, datasets, watchdog)
     return Training(
         args, method, groups, tokenizer, datasets, built, loader.origin.schedule, writer, progress, logger, watchdog,
-        user_callbacks, loader.origin.zero_tokens,
+        user_callbacks, loader.origin.zero_tokens, local,
     )  # fmt: skip

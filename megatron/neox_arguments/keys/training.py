@@ -173,6 +173,12 @@ class CheckpointKeys:
     ephemeral_save_interval: int | None = new_key(
         None, "Also save a temporary checkpoint every n iterations; the next save deletes it", ge=1
     )
+    local_save: str | None = new_key(
+        None,
+        "Folder on each machine, on its disk or in its memory (/dev/shm/NAME, $TMPDIR), with the state of the last "
+        "steps: a restart goes on from there. Each machine also keeps the files of another",
+    )
+    local_save_interval: int = new_key(0, "Iterations between copies in local_save", ge=0)
     finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")
     init_only: bool = new_key(
         False, "train.py: write the initial weights of this seed into `save`, as iteration 0, and end; needs no GPU"

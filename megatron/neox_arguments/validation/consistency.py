@@ -263,6 +263,10 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
             problems.add(name, wrong)
     if args.save is not None and args.save.startswith("hf://"):
         problems.add("save", "hf:// (a model on the Hub) can be loaded but not saved to; set a folder or a bucket")
+    if (args.local_save is None) != (args.local_save_interval == 0):
+        problems.add("local_save", "and local_save_interval need each other; set both, or neither")
+    if args.local_save is not None and (args.save is None or is_remote(args.save)):
+        problems.add("local_save", "needs save, a folder that all machines share: copies go on from its run; set it")
     if args.save_hf is not None and args.save is None:
         problems.add("save_hf", "needs save, the folder in which the HuggingFace model is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):

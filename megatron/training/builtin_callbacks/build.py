@@ -22,6 +22,7 @@ from megatron.training.builtin_callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.builtin_callbacks.data_files import DataFilesCheck
 from megatron.training.builtin_callbacks.gradient_probes import build_probes
 from megatron.training.builtin_callbacks.history import HistoryCallback
+from megatron.training.builtin_callbacks.local_saving import LocalSaveCallback
 from megatron.training.builtin_callbacks.log import LogCallback, ProgressBarCallback, build_bar
 from megatron.training.builtin_callbacks.memory_parts import MemoryParts
 from megatron.training.builtin_callbacks.packing_efficiency import PackingEfficiency
@@ -135,6 +136,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         trackers,  # write the row, to which the callbacks above have added
         *training.user_callbacks,
         SaveCallback(training, callbacks),  # calls on_save; the states of the callbacks above include this step
+        *([LocalSaveCallback(training, local)] if (local := training.local_saves) is not None else []),
         ProgressBarCallback(loop.bar),
         profiler,  # begins and ends its window between two steps
         HistoryCallback(training, metadata),  # status.json, training_history.json, training_summary.json; last

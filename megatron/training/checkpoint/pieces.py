@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from megatron.checkpointing import CheckpointError, open_lock_file, readable_size
+from megatron.checkpointing import (
+    CheckpointError,
+    FileRecord,
+    check_finite,
+    open_lock_file,
+    readable_size,
+    save_tensors,
+    write_bytes,
+)
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -60,6 +68,37 @@ def serialised(state: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+def write_states(
+    path: Path, states: Iterable[tuple[str, Any]], written: Callable[[FileRecord], None] = lambda record: None
+) -> list[FileRecord]:
+    """Write files, given as (name, content), to the folder `path`; return their records.
+
+    Content is a tree of tensors, bytes, or a function that takes path and name and writes the file.
+    written: called after each file. An error is raised only after the last file, because other ranks still
+    gather with this one until then.
+    """
+    records: list[FileRecord] = []
+    problem: Exception | None = None
+    for name, state in states:
+        if problem is not None:
+            continue
+        try:
+            check_finite(name, state)
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(state, bytes):
+                records.append(write_bytes(state, path / name, name))
+            elif callable(state):
+                records.append(state(path / name, name))
+            else:
+                records.append(save_tensors(state, path / name))
+            written(records[-1])
+        except (OSError, CheckpointError) as caught:
+            problem = caught
+    if problem is not None:
+        raise problem
+    return records
 
 
 def empty_folder(parent: Path, folder: Path) -> None:

@@ -43,6 +43,7 @@ from megatron.mpu import DTYPES, ParamSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.checkpoint.base_weights import base_source, begin_adapters, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
+from megatron.training.checkpoint.local_saves import LocalSaves
 from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.checkpoint.same_run import check_same_run
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
@@ -67,7 +68,9 @@ class CheckpointLoader:
     with trained ones.
     """
 
-    def __init__(self, run: RunParts) -> None:
+    def __init__(self, run: RunParts, local: LocalSaves | None = None) -> None:
+        """local: where the run's own copies are, if `run.source` may be one of them."""
+        self.local = local
         self.run, self.args, self.groups, self.engine, self.logger = run, run.args, run.groups, run.engine, run.logger
         self.source, self.origin, self.adapters_begin = run.source, Origin(run.schedule), False
 
@@ -99,8 +102,23 @@ class CheckpointLoader:
                 self._check_forward(checkpoint)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
             return self._beginning()
+        if (fallback := self.source.fallback) is not None:
+            return self._resume_copy(source, fallback)
         source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
         self.logger.info(f"going on from {source}, iteration {progress.iteration}")
+        return progress
+
+    def _resume_copy(self, path: Path, fallback: CheckpointSource) -> TrainingProgress:
+        """Go on from the copy `path` on this machine; if it is damaged, from the last checkpoint."""
+        try:
+            progress = self._restore(path, goes_on=True)
+        except DamagedError as problem:
+            if not fallback.goes_on:  # the run began elsewhere, at another place in its data
+                raise DamagedError(f"{problem}, or delete {path} on all machines to begin anew") from problem
+            self.logger.warning(f"{problem}; local_save: trying {fallback.path}")
+            self.source = fallback
+            return self.resume()
+        self.logger.info(f"going on from {path}, iteration {progress.iteration}")
         return progress
 
     def _beginning(self) -> TrainingProgress:
@@ -123,12 +141,18 @@ class CheckpointLoader:
         state.
         """
         checkpoint = run_on_each_rank(self.groups, lambda: OpenCheckpoint(path))
-        manifest = checkpoint.manifest
+        manifest, sharers = checkpoint.manifest, list(range(self.groups.world_size))
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
-        checkpoint.verify(names, self.groups)
-        local_names = names[self.groups.world_rank :: self.groups.world_size]
+        if self.local is not None and self._is_copy(path):
+            names = self.local.collect(path, (spec.index for spec in self.engine.stage.specs))
+            sharers = self.local.machine_ranks
+        checkpoint.verify(names, self.groups, sharers)
+        local_names = names[sharers.index(self.groups.world_rank) :: len(sharers)]
         run_on_all_ranks(self.groups, lambda: verify_finite(path, local_names, optimizer))
         return checkpoint
+
+    def _is_copy(self, path: Path) -> bool:
+        return path == self.source.path and self.source.fallback is not None
 
     def _load_weights(
         self, path: Path, checkpoint: OpenCheckpoint | None, load: _Load = load_weights, begins: bool = False
@@ -276,7 +300,7 @@ class CheckpointLoader:
         self.engine.load_model_state({**counters, "loss_scaler": scaler, "spike_window": window})
         self._load_scaling(checkpoint, state)
         if goes_on:
-            self.origin = replace(self.origin, saved_at=iteration)
+            self.origin = replace(self.origin, saved_at=None if self._is_copy(path) else iteration)
             if manifest is not None:
                 self.origin = replace(self.origin, run_id=manifest.run_id)
                 changed = _changed(manifest.config, json.loads(args.to_json())["given"]) if manifest.config else []
@@ -400,7 +424,8 @@ class CheckpointLoader:
 
         Moments are converted to the run's `optimizer_state_dtype`.
         """
-        on_rank_zero(self.groups, lambda: self._check_trained(files))
+        if not self._is_copy(files.path):  # whose keys are the same, and of which rank 0 has only a part
+            on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
         specs, dtype, converted = named_params(self.args), DTYPES[self.args.optimizer_state_dtype], set[torch.dtype]()
 

@@ -41,11 +41,13 @@ class CheckpointSource:
     path: a checkpoint folder; None: fresh weights.
     goes_on: `path` is this run's own checkpoint, in `save`, from which it resumes.
     is_hf: `path` is a HuggingFace folder.
+    fallback: for a copy of a later step on this machine (`local_saves.py`): the source without that copy.
     """
 
     path: Path | None
     goes_on: bool
     is_hf: bool = False
+    fallback: "CheckpointSource | None" = None
 
 
 def choose_source(args: NeoXArgs) -> CheckpointSource:

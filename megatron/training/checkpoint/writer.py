@@ -25,7 +25,6 @@ from megatron.checkpointing import (
     NonFiniteStateError,
     Retention,
     begin_checkpoint,
-    check_finite,
     layer_file,
     local_layer_state,
     model_file,
@@ -36,9 +35,7 @@ from megatron.checkpointing import (
     readable_size,
     replace_file,
     rng_state,
-    save_tensors,
     step_tag,
-    write_bytes,
     zero_file,
 )
 from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
@@ -65,6 +62,7 @@ from megatron.training.checkpoint.pieces import (
     layers_unless,
     lock_folder,
     serialised,
+    write_states,
 )
 from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
 from megatron.training.metrics.run_metadata import local_sizes
@@ -141,7 +139,7 @@ class CheckpointWriter:
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
             if self._store is not None:  # each machine has a folder of its own
                 run_on_all_ranks(self.groups, lambda: temporary.mkdir(parents=True, exist_ok=True))
-        manifest, configs, states = self._manifest(progress), args.config_files, self._states(progress, ephemeral)
+        manifest, configs, states = self.manifest(progress), args.config_files, self.states(progress, ephemeral)
         keep = Retention(args.keep_last_n_checkpoints, args.keep_checkpoints_every, args.keep_best_n_checkpoints)
 
         def finish(records: list[list[FileRecord]]) -> None:
@@ -224,7 +222,7 @@ class CheckpointWriter:
         for check in self.before_save:
             check()
         parent_folder = folder.parent / f".tmp_{folder.name}_weights"
-        temporary, manifest = parent_folder / step_tag(progress.iteration), self._manifest(progress)
+        temporary, manifest = parent_folder / step_tag(progress.iteration), self.manifest(progress)
 
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
@@ -273,7 +271,8 @@ class CheckpointWriter:
                 self.saved_at = None
                 raise
 
-    def _manifest(self, progress: TrainingProgress) -> Manifest:
+    def manifest(self, progress: TrainingProgress) -> Manifest:
+        """Returns the manifest of a checkpoint at this progress, without its files. All ranks call it."""
         loss = math.nan if progress.validation_loss is None else progress.validation_loss
         return Manifest(
             run_id=self.run_id,
@@ -326,8 +325,7 @@ class CheckpointWriter:
 
         Returns whether to write in the background: with `async_save`, if a copy fits into free memory.
         """
-        optimizer = not self.args.compat_no_save_optim
-        per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self._bytes(optimizer)))
+        per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self.part_size()))
         if self._store is None:
             num_bytes = sum(rank.size for rank in per_rank)
             remedy = "make room, or set keep_last_n_checkpoints"
@@ -348,18 +346,17 @@ class CheckpointWriter:
         if problem is not None:
             self._say_once(f"{machine}: {problem}")
 
-    def _bytes(self, optimizer: bool) -> int:
+    def part_size(self) -> int:
         """Estimates the bytes that this rank writes to a checkpoint.
 
-        They are weights, on data rank 0, and with `optimizer` its share of Adam's moments and fp32 master
-        weights.
+        They are weights, on data rank 0, and its share of Adam's moments and fp32 master weights.
         """
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
         elements = elements if self.base is None else trained
         writes_weights = self.groups.rank("data_context") == 0
         weights = elements * self.engine.dtype.itemsize if writes_weights else 0
         state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data_context")
-        return weights + state if optimizer else weights
+        return weights if self.args.compat_no_save_optim else weights + state
 
     def lock(self) -> None:
         """Reserve the folder `save` for this run while its process lives.
@@ -380,7 +377,7 @@ class CheckpointWriter:
         for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _states(self, progress: TrainingProgress, ephemeral: bool) -> Iterator[tuple[str, Any]]:
+    def states(self, progress: TrainingProgress, ephemeral: bool = False) -> Iterator[tuple[str, Any]]:
         """Yields (name, content) of each file that this rank writes to a checkpoint, on the CPU.
 
         Content of type bytes is written unchanged. Ranks gather tensors together, so all iterate to the end.
@@ -435,7 +432,7 @@ class CheckpointWriter:
     @contextmanager
     def _progress(self) -> Iterator[None]:
         """In a `with` block that waits for `_write`, which may run in another thread, show its progress."""
-        num_mb, visible = self._bytes(not self.args.compat_no_save_optim) // 10**6, self.groups.world_rank == 0
+        num_mb, visible = self.part_size() // 10**6, self.groups.world_rank == 0
         with ProgressBar("saving", num_mb, "MB", self.logger, visible=visible, transient=True) as self._bar:
             try:
                 yield
@@ -443,36 +440,21 @@ class CheckpointWriter:
                 self._bar = None
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
-        """Write files, given as (name, content), to the folder `path`; return their records.
+        """Write files, given as (name, content), to the folder `path`, and from there to the object store, if
+        any; return their records."""
+        size = 0
 
-        An error is raised only after the last file, because other ranks still gather with this one until
-        then.
-        """
-        records: list[FileRecord] = []
-        problem: Exception | None = None
-        for name, state in states:
-            if problem is not None:
-                continue
-            try:
-                check_finite(name, state)
-                (path / name).parent.mkdir(parents=True, exist_ok=True)
-                if isinstance(state, bytes):
-                    records.append(write_bytes(state, path / name, name))
-                elif callable(state):
-                    records.append(state(path / name, name))
-                else:
-                    records.append(save_tensors(state, path / name))
-                if (bar := self._bar) is not None:
-                    bar.advance_to(min(bar.total, sum(record.size for record in records) // 10**6))
-                if self._store is not None:
-                    self._store.upload(path / name, f"{path.name.removeprefix('.tmp_')}/{name}")
-                    if name != EPHEMERAL:
-                        (path / name).unlink()
-            except (OSError, CheckpointError) as caught:
-                problem = caught
-        if problem is not None:
-            raise problem
-        return records
+        def written(record: FileRecord) -> None:
+            nonlocal size
+            size += record.size
+            if (bar := self._bar) is not None:
+                bar.advance_to(min(bar.total, size // 10**6))
+            if self._store is not None:
+                self._store.upload(path / record.name, f"{path.name.removeprefix('.tmp_')}/{record.name}")
+                if record.name != EPHEMERAL:
+                    (path / record.name).unlink()
+
+        return write_states(path, states, written)
 
     def _own_layers(self) -> list[int]:
         """Returns the layers that this stage writes; of a tied embedding, the first stage writes it."""

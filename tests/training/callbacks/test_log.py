@@ -168,7 +168,7 @@ def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, m
         assert list(read_lines_backwards(path, Problems())) == list(read_lines(path, Problems()))[::-1]
 
 
-def test_a_start_from_step_0_writes_its_validation_again(tmp_path: Path) -> None:
+def test_a_start_from_step_0_replaces_its_validation(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         log = JsonlLogger(path, 0, "a")

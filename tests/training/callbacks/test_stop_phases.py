@@ -115,7 +115,7 @@ PHASES = {
         "megatron.checkpointing.huggingface.exporting:load_weights", 2, STEPS, events_before=("saved",),
     ),
     "checkpoint": Phase(
-        text(checkpoint_factor=1, async_save=False), "megatron.training.checkpoint.writer:save_tensors", 2, 1,
+        text(checkpoint_factor=1, async_save=False), "megatron.training.checkpoint.pieces:save_tensors", 2, 1,
         finished=True,
     ),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
 from megatron.training import train
 from megatron.training.checkpoint import host_copies as copies_module
+from megatron.training.checkpoint import pieces
 from megatron.training.checkpoint import writer as saving
 from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, RankMemory, host_copies, lacks_memory
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
@@ -244,7 +245,7 @@ def run(
     checkpointer, progress = training.checkpointer, training.progress
     if kind != "ordinary":
         checkpointer._copies = LateCopies(locks) if kind == "late" else locks.copies()
-    states, write, publish, save = checkpointer._states, saving.save_tensors, saving.publish, checkpointer.save
+    states, write, publish, save = checkpointer.states, pieces.save_tensors, saving.publish, checkpointer.save
 
     def watched(*args: Any) -> Any:
         mode.bytes_into_existing = mode.new = 0
@@ -278,8 +279,8 @@ def run(
         record.events.append((f"saved {now.iteration}", progress.iteration))
 
     # This process is the pool's throw-away fork.
-    saving.save_tensors, saving.publish = held_write, noted_publish
-    checkpointer._states, checkpointer.save = watched, noted_save  # type: ignore[method-assign]
+    pieces.save_tensors, saving.publish = held_write, noted_publish
+    checkpointer.states, checkpointer.save = watched, noted_save  # type: ignore[method-assign]
     train(training)
     return record
 

@@ -329,7 +329,7 @@ def draws_of(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[f
 def size_asked_for(rank: int, world_size: int, values: dict[str, Any]) -> int:
     """For the pool: what this rank says that a checkpoint of its run will take of it, bytes; then the run."""
     training = begin(values)
-    size = training.checkpointer._bytes(optimizer=True)
+    size = training.checkpointer.part_size()
     train(training)
     return size
 

@@ -1,0 +1,338 @@
+"""Keeps the state of a run's last steps on the disks or in the memory of its machines (`local_save`).
+
+    <local_save>/<name of save>_<digest of its path>/global_stepN/    files of a checkpoint, and its manifest
+
+Each rank writes its part of a checkpoint to its machine's folder, and each machine sends its files to the
+next one. So a restart goes on from there, even if one machine has been lost. Such a copy serves the same
+command alone; whoever changes keys or ranks goes on from `save`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.checkpointing import (
+    CheckpointError,
+    DamagedError,
+    Manifest,
+    NonFiniteStateError,
+    list_checkpoints,
+    read_manifest,
+    readable_size,
+    replace_file,
+    step_tag,
+)
+from megatron.checkpointing.layout import layer_of
+from megatron.checkpointing.manifest import MANIFEST
+from megatron.distributed import on_rank_zero, run_on_all_ranks
+from megatron.distributed.file_transfer import Transfer, transfer_files
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.local_paths import with_home
+from megatron.process.run_files import Problems, read_status
+from megatron.training.checkpoint.pieces import write_states
+from megatron.training.checkpoint.run_parts import TrainingProgress
+from megatron.training.checkpoint.source import CheckpointSource
+from megatron.training.checkpoint.writer import CheckpointWriter
+
+USER_KEYS = "user_keys.json"  # the keys that the user set
+_SHARED_LAYERS = (0, 2)  # of tied embeddings, and of tables that all blocks share
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy, parts of which are on several machines.
+
+    text: of its manifest.json. names: by the leader of each machine, the files there that have the right
+    size.
+    """
+
+    text: str
+    manifest: Manifest
+    names: Mapping[int, frozenset[str]]
+
+
+_Held = Mapping[str, frozenset[str]]
+"""The copies on one machine: {text of its manifest: names of the files that have the right size}."""
+
+
+def _grouped_copies(held: Sequence[_Held]) -> list[_Copy]:
+    """Returns the copies on all machines, the latest step first. held: by rank."""
+    texts = {text for copies in held for text in copies}
+    copies = [
+        _Copy(text, Manifest.from_json(text), {rank: names[text] for rank, names in enumerate(held) if text in names})
+        for text in sorted(texts)
+    ]
+    return sorted(copies, key=lambda copy: copy.manifest.iteration, reverse=True)
+
+
+def _is_complete(copy: _Copy) -> bool:
+    return not copy.manifest.files.keys() - set().union(*copy.names.values())
+
+
+class LocalSaves:
+    """The copies of a run on its machines. All ranks call every method together, except `remove`.
+
+    folder: of this rank's machine. machine_ranks: the ranks with the same folder.
+    """
+
+    def __init__(self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> None:
+        self.args, self.groups, self.logger = args, groups, logger
+        self._user_keys: Mapping[str, object] = json.loads(args.to_json())["given"]
+        self.folder = _folder(args)
+        machines = run_on_all_ranks(groups, lambda: _machine(args, self.folder))
+        leader_of = [machines.index(machine) for machine in machines]  # the lowest rank with the same folder
+        self.leaders = sorted(set(leader_of))
+        self._leader_of = leader_of
+        self.machine_ranks = [rank for rank, leader in enumerate(leader_of) if leader == leader_of[groups.world_rank]]
+        self.is_leader = groups.world_rank in self.leaders
+        self._group = dist.new_group(self.leaders, backend="gloo") if len(self.leaders) > 1 else None
+        self._manifest: Manifest | None = None  # of the copy that `newest` chose, and its names by leader
+        self._names: dict[int, set[str]] = {}
+
+    # -- at the start ----------------------------------------------------------------------------------------
+
+    def newest(self, source: CheckpointSource) -> CheckpointSource:
+        """Returns the newest copy of this run that all machines together hold, if it is later than `source`.
+
+        Else returns `source`. A machine without the copy gets its manifest and small files from others.
+        source: from `choose_source`, what the run would start from without a copy.
+        """
+        if self.args.restart or self.args.iteration is not None:
+            return source
+        run_id, durable_step = on_rank_zero(self.groups, lambda: self._run_of(source))
+        held = run_on_all_ranks(self.groups, lambda: self._copies(run_id, durable_step) if self.is_leader else {})
+        newest = next(filter(_is_complete, _grouped_copies(held)), None)
+        if newest is None:
+            return source
+        path = self.folder / step_tag(newest.manifest.iteration)
+        if problem := self._unlike(path, newest.manifest):
+            self.logger.info(f"local_save: the copy {path} is not used: {problem}")
+            return source
+        self._manifest = newest.manifest
+        self._names = {leader: set(newest.names.get(leader, ())) for leader in self.leaders}
+        small_files = [name for name in self._manifest.files if layer_of(name) is None]
+        self._share(path, {leader: small_files for leader in self.leaders})
+        run_on_all_ranks(self.groups, lambda: self._write_manifest(path, newest.text) if self.is_leader else None)
+        return CheckpointSource(path, True, fallback=source)
+
+    def _write_manifest(self, path: Path, text: str) -> None:
+        path.mkdir(exist_ok=True)
+        replace_file(path / MANIFEST, text.encode())
+
+    def _run_of(self, source: CheckpointSource) -> tuple[str | None, int]:
+        """Returns the id of the run in `save`, and the step of its last checkpoint there, or -1."""
+        if source.goes_on and source.path is not None:
+            manifest = read_manifest(source.path)
+            return (None, 0) if manifest is None else (manifest.run_id, manifest.iteration)
+        saved = read_status(Path(self.args.save_dir or ""), Problems())
+        return saved.get("run_id"), -1
+
+    def _copies(self, run_id: str | None, durable_step: int) -> _Held:
+        """Returns the copies of a run on this machine that are later than a step."""
+        copies = {}
+        for path in list_checkpoints(self.folder):
+            with suppress(DamagedError, OSError):
+                manifest = read_manifest(path)
+                if manifest is not None and manifest.run_id == run_id and manifest.iteration > durable_step:
+                    names = (name for name, file in manifest.files.items() if _has_size(path / name, file.size))
+                    copies[(path / MANIFEST).read_text()] = frozenset(names)
+        return copies
+
+    def _unlike(self, path: Path, manifest: Manifest) -> str | None:
+        """Returns why a copy does not serve this start; None if it does. All ranks call it together."""
+        changed_by_rank = run_on_all_ranks(self.groups, lambda: self._changed_keys(path) if self.is_leader else [])
+        if changed := sorted({key for keys in changed_by_rank for key in keys}):
+            return f"{', '.join(changed)} changed since"
+        groups, layout = self.groups, manifest.layout
+        saved = (layout.pipe, layout.data, layout.context, layout.tensor)
+        now = tuple(groups.size(axis) for axis in ("pipe", "data", "context", "tensor"))
+        return None if saved == now else f"it is of {layout.world_size} ranks in another layout"
+
+    def _changed_keys(self, path: Path) -> list[str]:
+        try:
+            saved = json.loads((path / USER_KEYS).read_text())
+        except (OSError, ValueError):  # this machine has no copy
+            return []
+        now = self._user_keys
+        return [key for key in {**now, **saved} if now.get(key) != saved.get(key)]
+
+    def collect(self, path: Path, layers: Iterable[int]) -> list[str]:
+        """Fetches from other machines what this machine lacks of the chosen copy; returns the names of all
+        files that its ranks read.
+
+        layers: NeoX indices of this rank's layers.
+        """
+        assert self._manifest is not None
+        layers_by_rank = run_on_all_ranks(self.groups, lambda: {*layers, *_SHARED_LAYERS})
+        needed_names = {
+            leader: [
+                name
+                for name in self._manifest.files
+                if (layer := layer_of(name)) is None
+                or any(
+                    layer in layers_by_rank[rank]
+                    for rank, its_leader in enumerate(self._leader_of)
+                    if its_leader == leader
+                )
+            ]
+            for leader in self.leaders
+        }
+        self._share(path, needed_names)
+        return needed_names[self._leader_of[self.groups.world_rank]]
+
+    def _share(self, path: Path, needed_names: Mapping[int, Sequence[str]]) -> None:
+        """Sends files of the chosen copy from the machines that hold them to those that lack them.
+
+        needed_names: names of the files that each machine needs, by its leader.
+        """
+        assert self._manifest is not None
+        transfers = [
+            Transfer(self._holder(name), leader, name, self._manifest.files[name].size)
+            for leader in self.leaders
+            for name in needed_names[leader]
+            if name not in self._names[leader]
+        ]
+        self._transfer(transfers, path)
+        for transfer in transfers:
+            self._names[transfer.target].add(transfer.name)
+        if transfers:
+            size = sum(transfer.size for transfer in transfers)
+            self.logger.info(f"local_save: {readable_size(size)} of {path.name} came from other machines")
+
+    def _holder(self, name: str) -> int:
+        return next(leader for leader in self.leaders if name in self._names[leader])
+
+    def _transfer(self, transfers: Sequence[Transfer], path: Path) -> None:
+        if transfers:
+            rank = self.groups.world_rank
+            run_on_all_ranks(
+                self.groups, lambda: transfer_files(transfers, rank, path, self._group) if self.is_leader else None
+            )
+
+    # -- while the run trains --------------------------------------------------------------------------------
+
+    def check_space(self, writer: CheckpointWriter) -> str:
+        """Returns what a copy takes, in words. Raises ConfigError if a folder has no room for two of them."""
+        sizes = run_on_all_ranks(self.groups, writer.part_size)
+        size_of = {
+            leader: sum(sizes[rank] for rank, its_leader in enumerate(self._leader_of) if its_leader == leader)
+            for leader in self.leaders
+        }
+        size = size_of[self._leader_of[self.groups.world_rank]]
+        if len(self.leaders) > 1:
+            place = self.leaders.index(self._leader_of[self.groups.world_rank])
+            size += size_of[self.leaders[place - 1]]
+
+        def check() -> None:
+            present = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+            free = shutil.disk_usage(self.folder).free + present
+            if free < 2 * size:
+                raise self.args.error(
+                    "local_save",
+                    f"{self.folder} has {readable_size(free)} free, but two copies of {readable_size(size)} must fit "
+                    "there, a new one beside the last; choose another folder, or remove the key",
+                )
+
+        run_on_all_ranks(self.groups, lambda: check() if self.is_leader else None)
+        doubled = (
+            "" if len(self.leaders) == 1 else f" on each of {len(self.leaders)} machines, with the files of another"
+        )
+        return f"{readable_size(size)} to {self.folder}{doubled}"
+
+    def save(self, writer: CheckpointWriter, progress: TrainingProgress) -> None:
+        """Writes the run's present state to the machines, then deletes the copy before it.
+
+        If a machine cannot write, logs a warning, and the copy before it stays. Raises NonFiniteStateError
+        for NaN and Inf.
+        """
+        for check in writer.before_save:
+            check()
+        path, groups = self.folder / step_tag(progress.iteration), self.groups
+        temporary = path.with_name(f".tmp_{path.name}")
+        try:
+            run_on_all_ranks(groups, lambda: self._begin(temporary) if self.is_leader else None)
+            records = run_on_all_ranks(groups, lambda: write_states(temporary, writer.states(progress)))
+            files = {record.name: record for per_rank in records for record in per_rank}
+            text = on_rank_zero(groups, lambda: replace(writer.manifest(progress), files=files).to_json())
+            following = dict(zip(self.leaders, self.leaders[1:] + self.leaders[:1], strict=True))
+            transfers = [
+                Transfer(leader, following[leader], record.name, record.size)
+                for parity in (0, 1)  # first every second machine sends, then the others
+                for leader in (self.leaders[parity::2] if self._group is not None else ())
+                for rank, per_rank in enumerate(records)
+                if self._leader_of[rank] == leader
+                for record in per_rank
+            ]
+            self._transfer(transfers, temporary)
+            run_on_all_ranks(groups, lambda: self._publish(temporary, path, text) if self.is_leader else None)
+        except NonFiniteStateError:
+            raise
+        except (OSError, CheckpointError) as problem:
+            reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+            self.logger.warning(
+                f"local_save: step {progress.iteration} could not be written to {self.folder} ({reason}); the copy "
+                "before it stays"
+            )
+            if self.is_leader:
+                shutil.rmtree(temporary, ignore_errors=True)
+            return
+        if self.is_leader:  # all machines have the new one
+            for entry in self.folder.iterdir():
+                if entry.is_dir() and entry != path:
+                    shutil.rmtree(entry, ignore_errors=True)
+
+    def _begin(self, temporary: Path) -> None:
+        for leftover in self.folder.glob(".tmp_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def _publish(self, temporary: Path, path: Path, manifest: str) -> None:
+        replace_file(temporary / USER_KEYS, json.dumps(self._user_keys).encode())
+        replace_file(temporary / MANIFEST, manifest.encode())
+        shutil.rmtree(path, ignore_errors=True)  # of an earlier start, which was at this step, too
+        os.rename(temporary, path)
+
+    def remove(self) -> None:
+        """Deletes the run's copies on this machine. The leader of each machine calls it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _folder(args: NeoXArgs) -> Path:
+    """Returns the folder of this run's copies. Raises ConfigError for an unknown variable in `local_save`."""
+    path = os.path.expandvars(with_home(args.local_save or ""))
+    if "$" in path:
+        raise args.error("local_save", f"{path}: a variable has no value on this machine; set it, or correct the path")
+    save = Path(args.save or "").absolute()
+    return Path(path) / f"{save.name}_{hashlib.sha256(str(save).encode()).hexdigest()[:8]}"
+
+
+def _machine(args: NeoXArgs, folder: Path) -> str:
+    """Returns a name that is the same on all ranks that share a folder, and is different on others.
+
+    Raises ConfigError if the folder cannot be written.
+    """
+    mark, draft = folder / ".machine", folder / f".machine_{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(draft.name)
+        with suppress(FileExistsError):
+            os.link(draft, mark)
+        draft.unlink()
+        return mark.read_text()
+    except OSError as problem:
+        text = f"{folder} cannot be written ({problem.strerror}); choose another folder, or remove the key"
+        raise args.error("local_save", text) from problem
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
