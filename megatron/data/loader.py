@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -36,16 +37,23 @@ def rank_slice(start: int, count: int, rank: int, size: int) -> range:
 
 
 def train_slices(
-    num_samples: int, train_batch_size: int, accumulation: int, rank: int, size: int, consumed_samples: int = 0
+    num_samples: int,
+    train_batch_size: int,
+    accumulation: int,
+    rank: int,
+    size: int,
+    consumed_samples: int = 0,
+    pieces: Callable[[int], int] | None = None,
 ) -> Iterator[range]:
     """Yield the sample numbers of each micro-batch of one data-parallel rank, `accumulation` micro-batches
     per step.
 
     Step k takes samples [consumed + k * B, consumed + (k + 1) * B), where B is train_batch_size. An
-    incomplete last step is left out.
+    incomplete last step is left out. pieces: called with the number of a step, from 0 on; returns into how
+    many each of its micro-batches is split. None: none is.
     """
-    micro = train_batch_size // accumulation
-    for step in range(consumed_samples, num_samples - train_batch_size + 1, train_batch_size):
+    for k, step in enumerate(range(consumed_samples, num_samples - train_batch_size + 1, train_batch_size)):
+        micro = train_batch_size // (accumulation * (1 if pieces is None else pieces(k)))
         for start in range(step, step + train_batch_size, micro):
             yield rank_slice(start, micro, rank, size)
 
@@ -142,6 +150,7 @@ def train_loader(
     length: Callable[[int], int] | None = None,
     split_rows: bool = False,
     take_part: Callable[[Batch], Batch] | None = None,
+    pieces: Callable[[int], int] | None = None,
 ) -> Iterator[list[Batch]]:
     """Iterate over the training micro-batches of one data-parallel rank.
 
@@ -155,6 +164,7 @@ def train_loader(
       None: all.
     split_rows: read all tokens, and split each row into rows of that length instead.
     take_part: adds the part that a context-parallel rank computes; None: it computes all.
+    pieces: as in `train_slices`; such a step has more micro-batches.
     Raises DataError at the step with unusable data.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
@@ -165,11 +175,15 @@ def train_loader(
         )
     steps = max(0, len(dataset) - consumed_samples) // batch
     workers = args.num_workers if num_workers is None else num_workers
-    slices = train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples)
+
+    def num_micro_batches(step: int) -> int:
+        return accumulation * (1 if pieces is None else pieces(step))
+
+    slices = train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples, pieces)
     loader = DataLoader(
         _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows, take_part),
         batch_size=None,  # a range of samples is one item, which becomes one Batch
-        sampler=_with_lengths(slices, accumulation, length),
+        sampler=_with_lengths(slices, num_micro_batches, length),
         collate_fn=_as_is,
         num_workers=workers,
         pin_memory=pin_memory,
@@ -178,7 +192,7 @@ def train_loader(
         worker_init_fn=_ignore_signals if workers else None,
         generator=torch.Generator(),  # else the loader would draw from the global generator when it starts
     )
-    return _steps(iter(loader), steps, accumulation)
+    return _steps(iter(loader), steps, num_micro_batches)
 
 
 def eval_batches(
@@ -207,10 +221,14 @@ def eval_batches(
 
 
 def _with_lengths(
-    slices: Iterator[range], accumulation: int, length: Callable[[int], int] | None
+    slices: Iterator[range], num_micro_batches: Callable[[int], int], length: Callable[[int], int] | None
 ) -> Iterator[tuple[range, int | None]]:
-    for i, samples in enumerate(slices):
-        yield samples, None if length is None else length(i // accumulation)
+    for step in count():
+        micro_batches = list(islice(slices, num_micro_batches(step)))
+        if not micro_batches:
+            return
+        for samples in micro_batches:
+            yield samples, None if length is None else length(step)
 
 
 _TRIES = 3  # attempts to check the data files; the death of a worker may interrupt an attempt
@@ -237,10 +255,12 @@ def root_cause(problem: Exception, args: NeoXArgs) -> Exception:
     return problem
 
 
-def _steps(micro_batches: Iterator[Batch | DataError], steps: int, accumulation: int) -> Iterator[list[Batch]]:
-    for _step in range(steps):
+def _steps(
+    micro_batches: Iterator[Batch | DataError], steps: int, num_micro_batches: Callable[[int], int]
+) -> Iterator[list[Batch]]:
+    for step in range(steps):
         # No name is bound to the list: a suspended generator would keep the batches alive
-        yield [_or_raise(next(micro_batches)) for _ in range(accumulation)]
+        yield [_or_raise(next(micro_batches)) for _ in range(num_micro_batches(step))]
 
 
 def _or_raise(item: Batch | DataError) -> Batch:

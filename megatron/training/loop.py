@@ -26,8 +26,9 @@ from megatron.training.builtin_callbacks.build import build_callbacks, name_call
 from megatron.training.builtin_callbacks.gradient_probes import joined
 from megatron.training.builtin_callbacks.status import ended_as, say_ending, write_status
 from megatron.training.method import StepData
-from megatron.training.out_of_memory import explained
+from megatron.training.out_of_memory import OutOfMemoryError, explained
 from megatron.training.run import Training
+from megatron.training.split_steps import after_out_of_memory, pieces, read_split_steps
 from megatron.training.step_results import StepResults
 
 
@@ -44,7 +45,7 @@ def steps_of(training: Training) -> Iterator[StepData]:
             f"the data gives {len(dataset)} training samples, but {required_samples} are needed to reach train_iters "
             f"{args.train_iters} from iteration {progress.iteration} at the present batch size; lower train_iters"
         )
-    next_step = progress.iteration + 1
+    next_step, split = progress.iteration + 1, training.loop.split_steps
 
     def load(
         dataset: SampleSet, consumed: int, collate: Callable[..., Batch] | None = None, num_workers: int | None = None
@@ -61,6 +62,7 @@ def steps_of(training: Training) -> Iterator[StepData]:
             pin_memory=training.groups.device.type == "cuda",
             length=(lambda n: row_length(args, next_step + n)) if has_curriculum(args) else None,
             split_rows=args.seq_curriculum is not None,
+            pieces=(lambda n: pieces(args) if next_step + n in split else 1) if split else None,
             take_part=partial(part_of, layout=ContextLayout.from_args(args), rank=training.groups.rank("context")),
         )
 
@@ -139,6 +141,8 @@ def _train(training: Training, program_callbacks: Sequence[Callback]) -> None:
             root_cause(problem, args), args, training.groups.world_rank, training.groups.device,
             training.watchdog.activity, training.engine.tensors,
         )  # fmt: skip
+        if isinstance(cause, OutOfMemoryError):
+            cause = after_out_of_memory(training, cause)
         _report_error(training, callbacks, cause)
         if cause is not problem:
             raise cause from problem
@@ -149,7 +153,10 @@ def _train(training: Training, program_callbacks: Sequence[Callback]) -> None:
 
 def _take_steps(training: Training, callbacks: Sequence[Callback], results: StepResults) -> None:
     """Take steps up to `train_iters`, or until all ranks agree on a stop."""
-    args, progress, loop, steps = training.args, training.progress, training.loop, steps_of(training)
+    args, progress, loop = training.args, training.progress, training.loop
+    if args.on_out_of_memory == "split":
+        loop.split_steps = read_split_steps(training)
+    steps = steps_of(training)
     training.watchdog.now("in the first step")
     loop.stopwatch.lap()  # steps are timed from here on
     while progress.iteration < args.train_iters and loop.stop_reason is None:
@@ -159,6 +166,7 @@ def _take_steps(training: Training, callbacks: Sequence[Callback], results: Step
         if data is None:
             _stop_before_step(training, callbacks)
             return
+        loop.step_under_way = progress.iteration + 1
         hooks = [hook for callback in callbacks if (hook := callback.on_step_start(training, data.batches)) is not None]
         lr = training.schedule(progress.iteration) * data.lr_factor
         result = training.engine.train_step(data.take(), lr, joined(hooks))
@@ -166,6 +174,7 @@ def _take_steps(training: Training, callbacks: Sequence[Callback], results: Step
         results.begin(result)
         training.method.after_step(training, data, result)
         _advance(training, data)
+        loop.step_under_way = None
         training.watchdog.step_done(progress.iteration)
         _end_step(training, callbacks, _finished_step(training, data, result))
 

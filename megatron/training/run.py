@@ -68,6 +68,8 @@ class LoopState:
     settle: waits for the step's result and writes its log line.
     stopwatch: measures the time of steps. bar: the progress bar.
     ending: (status, reason) of a run that did not fail, once it is over.
+    step_under_way: number of the step that the engine takes now; None: it takes none.
+    split_steps: numbers of steps that are taken in smaller micro-batches (`on_out_of_memory`).
     """
 
     stop_reason: str | None = None
@@ -82,6 +84,8 @@ class LoopState:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
     ending: tuple[str, str | None] | None = None
+    step_under_way: int | None = None
+    split_steps: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

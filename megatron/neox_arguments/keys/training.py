@@ -80,6 +80,11 @@ class TrainingKeys:
         "stop", "If loss or gradient is NaN or Inf: end the run, or skip the step"
     )
     nonfinite_limit: int = new_key(10, "on_nonfinite: skip: consecutive skipped steps before the run ends", ge=1)
+    on_out_of_memory: Literal["stop", "split"] = new_key(
+        "stop",
+        "If a step runs out of memory: end the run, or (split) let the next start take it in smaller micro-batches. "
+        "deepy.py --max-restarts starts it",
+    )
     skip_step_above_sigma: float | None = new_key(
         None, "Skip steps with a loss this many standard deviations above the recent ones", gt=0
     )

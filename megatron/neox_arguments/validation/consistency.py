@@ -4,7 +4,7 @@ import re
 
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.methods import check_methods, further_sets
+from megatron.neox_arguments.methods import check_methods, declaration_of, further_sets
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
 from megatron.neox_arguments.validation.hub import validate_hub
@@ -267,6 +267,10 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("local_save", "and local_save_interval need each other; set both, or neither")
     if args.local_save is not None and (args.save is None or is_remote(args.save)):
         problems.add("local_save", "needs save, a folder that all machines share: copies go on from its run; set it")
+    if args.on_out_of_memory == "split" and (args.save is None or is_remote(args.save)):
+        problems.add("on_out_of_memory", "split needs save, a folder for the step's number; set it, or write stop")
+    if args.on_out_of_memory == "split" and declaration_of(args).prompts_key:
+        problems.add("on_out_of_memory", "split cannot split micro-batches that the run itself generates; write stop")
     if args.save_hf is not None and args.save is None:
         problems.add("save_hf", "needs save, the folder in which the HuggingFace model is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):

@@ -140,6 +140,8 @@ class LogCallback(Callback):
         if scale == scale:
             row["train/loss_scale"] = scale
         row["runtime/restarts"] = self.training.watchdog.restarts
+        if args.on_out_of_memory == "split":
+            row["runtime/split_steps"] = sum(n <= step.iteration for n in self.training.loop.split_steps)
         row["runtime/start_time"] = self._started
         row["runtime/iteration_time"] = seconds
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds

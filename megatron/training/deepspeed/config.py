@@ -85,6 +85,9 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
         yield f"{args.origin('optimizer.type')}: {name} runs on the native engine only; write engine: native"
+    if args.on_out_of_memory == "split":
+        place = f"{args.origin('on_out_of_memory')}: on_out_of_memory: split"
+        yield f"{place}: DeepSpeed takes an equal number of micro-batches in each step; write engine: native, or stop"
     if args.expert_parallel_size > 1:
         key = "expert_parallel_size"
         size = args.expert_parallel_size

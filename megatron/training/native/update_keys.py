@@ -72,6 +72,8 @@ def _fused(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
         return "pipe_parallel_size 1, as stages sum the gradients of their copies of a weight in fp32"
     if groups.size("data_context") > 1:
         return "one data rank, as gradients are summed over data ranks in fp32"
+    if args.on_out_of_memory == "split":
+        return "on_out_of_memory: stop, as a step that is split has several micro-batches"
     if args.gradient_accumulation_steps != 1 or declaration_of(args).sets_per_step(args) > 1:
         return "one micro-batch a step, as gradients of several are added in fp32"
     return None
