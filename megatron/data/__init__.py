@@ -13,7 +13,15 @@ from megatron.data.blending import build_blend
 from megatron.data.build import build_datasets, epoch_iterations
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.errors import DataError
-from megatron.data.fingerprints import data_fingerprint, data_stamps, fingerprint, order_keys, order_sha256, path_key
+from megatron.data.fingerprints import (
+    FileStamp,
+    data_fingerprint,
+    data_stamps,
+    fingerprint,
+    order_keys,
+    order_sha256,
+    path_key,
+)
 from megatron.data.index_maps import DataState, build_packed
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.log_lines import data_log_lines
@@ -32,6 +40,7 @@ __all__ = [
     "DataError",
     "DataState",
     "Datasets",
+    "FileStamp",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "SampleSet",

@@ -23,6 +23,7 @@ from megatron.data.context_parts import ContextLayout, part_of
 from megatron.distributed import run_on_each_rank
 from megatron.process import StopRequested, capture_stop_signals
 from megatron.training.builtin_callbacks.build import build_callbacks, name_callbacks, states_of
+from megatron.training.builtin_callbacks.data_files import explained_by_change
 from megatron.training.builtin_callbacks.gradient_probes import joined
 from megatron.training.builtin_callbacks.status import ended_as, say_ending, write_status
 from megatron.training.method import StepData
@@ -137,8 +138,9 @@ def _train(training: Training, program_callbacks: Sequence[Callback]) -> None:
         is_complete = progress.iteration >= args.train_iters and not gave_up
         loop.ending = ("finished", None) if is_complete else ("stopped", loop.stop_reason)
     except Exception as problem:
+        data_cause = explained_by_change(root_cause(problem, args), training)
         cause = explained(
-            root_cause(problem, args), args, training.groups.world_rank, training.groups.device,
+            data_cause, args, training.groups.world_rank, training.groups.device,
             training.watchdog.activity, training.engine.tensors,
         )  # fmt: skip
         if isinstance(cause, OutOfMemoryError):

@@ -16,6 +16,7 @@ from megatron.data import (
     check_curriculum,
     data_fingerprint,
     data_log_lines,
+    data_stamps,
     epoch_iterations,
     order_keys,
 )
@@ -299,8 +300,10 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))
-    files, order = on_rank_zero(groups, lambda: data_fingerprint(args)), order_keys(args, epochs)
-    parts = RunParts(args, method, groups, built, schedule, tokenizer, datasets, files, order, source, logger)
+    # Stamps come first: a file that changes after its fingerprint was taken has another stamp from then on
+    stamps, files = on_rank_zero(groups, lambda: (data_stamps(args), data_fingerprint(args)))
+    order = order_keys(args, epochs)
+    parts = RunParts(args, method, groups, built, schedule, tokenizer, datasets, files, stamps, order, source, logger)
     writer = CheckpointWriter(parts)
     writer.lock()
     seed_generators(args.seed, groups.device)

@@ -1,7 +1,9 @@
 """Ends a run whose data files are changed in place while it reads them, before anything more is saved."""
 
+from collections.abc import Mapping
+
 from megatron.callbacks import Callback
-from megatron.data import DataError, data_fingerprint, data_stamps
+from megatron.data import DataError, FileStamp, data_fingerprint, data_stamps
 from megatron.distributed import on_rank_zero
 from megatron.training.run import Training
 
@@ -15,22 +17,50 @@ class DataFilesCheck(Callback):
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self._stamps = on_rank_zero(training.groups, lambda: data_stamps(training.args))
+        self._stamps = training.checkpointer.run.stamps
         training.checkpointer.before_save.append(lambda: on_rank_zero(training.groups, self.check))
 
     def check(self) -> None:
         """Raise DataError if the content of a file has changed in place; log other changes once."""
-        args, stamps = self.training.args, data_stamps(self.training.args)
-        changed = {path: stamp for path, stamp in self._stamps.items() if stamps.get(path) != stamp}
-        in_place = [path for path, stamp in changed.items() if path in stamps and stamps[path].inode == stamp.inode]
-        if in_place and data_fingerprint(args) != self.training.checkpointer.run.files:
-            raise DataError(
-                f"{in_place[0]}: was changed while the run read it, so nothing is saved after step "
-                f"{self.training.checkpointer.saved_at or 0}; restore the file and start again, or set "
-                "allow_changed_data: true"
-            )
+        stamps = data_stamps(self.training.args)
+        if (error := _change_error(self.training, self._stamps, stamps)) is not None:
+            raise error
+        changed, in_place = _changed(self._stamps, stamps), _changed_in_place(self._stamps, stamps)
         self._stamps = stamps
         for path in changed:
             note = "has a new time of change, and the same content" if path in in_place else "was replaced or removed"
             advice = "" if path in in_place else "; the run still reads the old file, but its next start does not"
             self.training.logger.warning(f"{path}: {note}{advice}")
+
+
+def explained_by_change(problem: Exception, training: Training) -> Exception:
+    """Returns an error that names the file if a DataError comes from data that changed under the run; else
+    `problem`."""
+    if not isinstance(problem, DataError) or training.args.allow_changed_data:
+        return problem
+    try:
+        error = _change_error(training, training.checkpointer.run.stamps, data_stamps(training.args))
+    except DataError:  # a file that cannot be opened any more, which `problem` says
+        return problem
+    return problem if error is None else error
+
+
+def _change_error(
+    training: Training, before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]
+) -> DataError | None:
+    """Returns the error that names a file whose content has changed in place; None if there is none."""
+    in_place = _changed_in_place(before, now)
+    if not in_place or data_fingerprint(training.args) == training.checkpointer.run.files:
+        return None
+    return DataError(
+        f"{in_place[0]}: was changed while the run read it, so nothing is saved after step "
+        f"{training.checkpointer.saved_at or 0}; restore the file and start again, or set allow_changed_data: true"
+    )
+
+
+def _changed(before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]) -> list[str]:
+    return [path for path, stamp in before.items() if now.get(path) != stamp]
+
+
+def _changed_in_place(before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]) -> list[str]:
+    return [path for path in _changed(before, now) if path in now and now[path].inode == before[path].inode]

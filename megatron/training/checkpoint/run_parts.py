@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpointing import ParallelLayout
-from megatron.data import Datasets, order_sha256
+from megatron.data import Datasets, FileStamp, order_sha256
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -75,8 +75,8 @@ class MethodState:
 class RunParts:
     """The parts of a run that `CheckpointLoader` and `CheckpointWriter` use.
 
-    files: from `data_fingerprint`. order: from `order_keys`. source: the checkpoint or model from which the
-    run starts. schedule: as configured.
+    files: from `data_fingerprint`. stamps: from `data_stamps`, before `files`. order: from `order_keys`.
+    source: the checkpoint or model from which the run starts. schedule: as configured.
     """
 
     args: NeoXArgs
@@ -87,6 +87,7 @@ class RunParts:
     tokenizer: Tokenizer
     datasets: Datasets
     files: Mapping[str, Any]
+    stamps: Mapping[str, FileStamp]
     order: Mapping[str, Any]
     source: CheckpointSource
     logger: logging.Logger

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.data import DataError
 from megatron.training import train
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, begin, config, run_to_end
@@ -59,6 +60,24 @@ def test_a_file_that_is_changed_in_place_ends_the_run_before_it_saves(tmp_path: 
     data.write_bytes(original)
     run_ranks(run_to_end, 2, values)
     assert (tmp_path / "run" / "latest").read_text() == f"global_step{STEPS}"
+
+
+def run_changed_while_it_starts(rank: int, world_size: int, values: dict[str, Any], data: Path, content: bytes) -> str:
+    training = begin(values)
+    with data.open("r+b") as file:
+        file.write(content)
+    with pytest.raises(DataError) as problem:
+        train(training)
+    return str(problem.value)
+
+
+@pytest.mark.parametrize("token", [2, 60000], ids=["another token", "a token beyond the vocabulary"])
+def test_a_change_before_the_first_step_is_named_too(token: int, tmp_path: Path) -> None:
+    values, data = values_of(tmp_path)
+    content = token.to_bytes(2, "little") * (data.stat().st_size // 2)
+    (problem,) = run_ranks(run_changed_while_it_starts, 1, values, data, content)
+    assert problem.startswith(str(data)) and "allow_changed_data" in problem
+    assert not (tmp_path / "run" / "latest").exists()
 
 
 @pytest.mark.parametrize(("edit", "keys"), [("touch", {}), ("replace", {}), ("write", {"allow_changed_data": True})])
