@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,11 +18,17 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from benchmarks.fault_campaign.faults import (
+    BEFORE_ALL_HAVE_READ,
+    BEFORE_DATA_IS_KNOWN,
+    BEFORE_SAVE_IS_LOCKED,
     COMMAND_PHASES,
     DAMAGES,
     FAULTS,
     PHASES,
     RESTARTED_FAULTS,
+    SECOND_ENDED,
+    TRAINING_FAULTS,
+    VALID_CONFIGURATION,
     Injection,
     damage,
     install,
@@ -32,6 +38,7 @@ from benchmarks.fault_campaign.runs import (
     COMMAND,
     COMMANDS,
     LAYOUTS,
+    LOCK,
     OBJECTIVE_NAMES,
     STEPS,
     CommandRun,
@@ -53,6 +60,7 @@ missed: the fault's place was never reached. wrong: anything else."""
 _DISK_FAULTS = ("disk full", "disk read-only")
 _GIVES_UP_VALIDATION = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR1 twice", "NaN")
 _CRASHES = ("connections lost", "no descriptors left", "memory limit")  # as if killed: a traceback may tell
+_UNREADABLE, _CHANGED, _SECOND = TRAINING_FAULTS[1:]
 _DISK_KB = 128 * 1024
 _SHARE_OF_DAMAGES, _SHARE_OF_COMMANDS, _SHARE_OF_RESTARTS = 0.25, 0.12, 0.1
 
@@ -94,7 +102,7 @@ def draw(seed: int, index: int) -> Case:
     """Returns the case with this index in the campaign of this seed."""
     choice = random.Random(f"{seed} {index}")
     rank_faults = [name for name in FAULTS if name != "SIGSTOP"]
-    command_faults = [name for name in rank_faults if name != "NaN"]
+    command_faults = [name for name in rank_faults if name not in TRAINING_FAULTS]
     kind = choice.random()
     if kind < _SHARE_OF_RESTARTS:
         layout = choice.choice([name for name in LAYOUTS if not name.startswith("deepspeed")])
@@ -115,7 +123,8 @@ def draw(seed: int, index: int) -> Case:
     start = choice.choice((0, 2, 4))
     if choice.random() < _SHARE_OF_DAMAGES:
         return Case(seed, index, layout, objective, start or 2, None, choice.choice(DAMAGES))
-    phase, fault = choice.choice(list(PHASES)), choice.choice(rank_faults)
+    fault = choice.choice(rank_faults)
+    phase = choice.choice([name for name in PHASES if fault != _CHANGED or name not in BEFORE_DATA_IS_KNOWN])
     num_calls = max(1, PHASES[phase][1] * (STEPS - start) // STEPS)
     injection = Injection(
         fault, phase, choice.randint(1, num_calls), choice.random() < 0.5, choice.randrange(LAYOUTS[layout][0])
@@ -199,18 +208,66 @@ def _judge(case: Case, original: Path, expected: dict[str, Any], folder: Path) -
         return _judge_damage(case, run, folder, expected, original, choice)
     if case.restarts:
         return _judge_restart(case, run, folder, expected)
-    attempt = run_ranks(run, folder, partial(_break, case.injection, folder))
+    second_endings: list[Ending] = []
+    is_locked = False
+
+    def start_again() -> None:
+        nonlocal is_locked
+        if case.fault == _SECOND and (folder / "reached").exists() and not second_endings:
+            is_locked = (folder / "run" / LOCK).exists()
+            second_endings.append(run_ranks(run, folder, lambda rank: None, "second_output"))
+            (folder / SECOND_ENDED).touch()
+
+    attempt = run_ranks(run, folder, partial(_break, case.injection, folder), meanwhile=start_again)
     if not (folder / "reached").exists():
         return ("missed", "") if attempt.succeeded else ("wrong", _summary("failed without its fault", attempt))
-    _mend_disk(case.fault, folder)
     if problem := _misbehaviour(attempt, case.fault):
         return "wrong", problem
+    if problem := _problem_beside(case.injection, run, folder, expected, attempt, second_endings, is_locked):
+        return "wrong", problem
+    _mend(case.fault, folder, original)
     resumed = run_ranks(run, folder, lambda rank: None)
     if not resumed.succeeded:
         return "wrong", _summary("did not go on", resumed)
     if difference := _difference(expected, run.result(folder), without_values=case.fault in _GIVES_UP_VALIDATION):
         return "wrong", difference
-    return "equal", attempt.refusal or ""
+    if case.fault in (_UNREADABLE, _CHANGED) and attempt.refusal is not None:
+        return "refused", attempt.refusal
+    return "equal", attempt.refusal or "".join(ending.refusal or "" for ending in second_endings)
+
+
+def _problem_beside(
+    injection: Injection,
+    run: TrainingRun | CommandRun,
+    folder: Path,
+    expected: dict[str, Any],
+    attempt: Ending,
+    second_endings: Sequence[Ending],
+    is_locked: bool,
+) -> str | None:
+    """Returns what a run did wrong while its files were changed, or while it was started twice; None if
+    nothing.
+
+    A configuration that was read counts no more. Changed data are named, or were never read. Of two runs on
+    one `save` the second is refused and the first not disturbed; until the first has locked `save`, either.
+    """
+    refusal = attempt.refusal or ""
+    if injection.fault == _UNREADABLE and not attempt.succeeded:
+        if injection.phase not in BEFORE_ALL_HAVE_READ:
+            return _summary("needs its configuration again", attempt)
+        return None if "run.yml" in refusal else _summary("does not name run.yml", attempt)
+    if injection.fault == _CHANGED:
+        path = (folder / "changed").read_text()
+        if not attempt.succeeded:
+            return None if path in refusal else _summary(f"does not name {path}", attempt)
+        difference = _difference(expected, run.result(folder))
+        return f"went on with a changed {path}: {difference}" if difference else None
+    for second in second_endings:
+        if "another run is writing there" in (second.refusal or ""):
+            return None if attempt.succeeded else _summary("was disturbed by a second run", attempt)
+        if is_locked or injection.phase not in BEFORE_SAVE_IS_LOCKED or _misbehaviour(second, injection.fault):
+            return _summary("the second run was not refused", second)
+    return None
 
 
 def _judge_restart(
@@ -290,7 +347,12 @@ def _break(injection: Injection, folder: Path, rank: int) -> None:
         install(injection, folder)
 
 
-def _mend_disk(fault: str, folder: Path) -> None:
+def _mend(fault: str, folder: Path, original: Path) -> None:
+    if fault == _UNREADABLE:
+        os.replace(folder / VALID_CONFIGURATION, folder / "run.yml")
+    if fault == _CHANGED:
+        path = (folder / "changed").read_text()
+        shutil.copy(original / path, folder / path)
     if fault == "disk read-only":
         with suppress(AssertionError):
             remount(folder, read_only=False)

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import time
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from benchmarks.fault_campaign.runs import LOCK
 from megatron.neox_arguments.frozen import FrozenDict
 
 # Phase: the functions that it consists of, as (module, name in it), and how often a run calls one at most.
@@ -56,6 +58,18 @@ PHASES: Mapping[str, tuple[tuple[tuple[str, str], ...], int]] = FrozenDict({
 
 RESTARTED_FAULTS = ("SIGKILL", "SIGSTOP", "connections lost", "no descriptors left", "memory limit")
 """Faults after which deepy.py starts a run again. Only deepy.py notices a stopped rank (SIGSTOP)."""
+BEFORE_ALL_HAVE_READ = ("configuration", "rendezvous", "open of a file")
+"""Phases in which a rank may still have to read the configuration."""
+BEFORE_DATA_IS_KNOWN = (*BEFORE_ALL_HAVE_READ, "index maps", "model")
+"""Phases in which a run has not yet fingerprinted its data: changed data are its data."""
+BEFORE_SAVE_IS_LOCKED = (*BEFORE_DATA_IS_KNOWN, "backward", "sync of a save", "replacement of a file")
+"""Phases in which a run may not yet have locked its folder `save`."""
+SECOND_ENDED = "second_ended"
+"""Name of the file that says that a second start of a run has ended."""
+VALID_CONFIGURATION = "valid_run.yml"
+"""Name of the file that holds a run's configuration while that is unreadable."""
+TRAINING_FAULTS = ("NaN", "configuration unreadable", "data changed in place", "second run on the same save")
+"""Faults that commands do not have."""
 COMMAND_PHASES = ("open of a file", "sync of a save", "rename of a save", "replacement of a file")
 
 
@@ -93,7 +107,7 @@ def install(injection: Injection, folder: Path) -> None:
         return wrapped
 
     def happen() -> None:
-        (folder / "reached").write_text(f"{calls}\n")
+        (folder / "reached").write_text(f"{injection}\n")
         FAULTS[injection.fault](folder)
 
     for module_name, path in PHASES[injection.phase][0]:
@@ -190,6 +204,37 @@ def _make_read_only(folder: Path) -> None:
         (folder / "reached").unlink()
 
 
+def _spoil_configuration(folder: Path) -> None:
+    """Makes the run's YAML file unreadable: no permissions, and bytes that are no text."""
+    path = folder / "run.yml"
+    shutil.copy(path, folder / VALID_CONFIGURATION)
+    path.write_bytes(b"\x00\xff{ no: yaml")
+    path.chmod(0)
+
+
+def _change_data(folder: Path) -> None:
+    """Flips a bit of a data file without replacing the file. Its path is written into `changed`."""
+    if not (folder / "run" / LOCK).exists():  # not fingerprinted yet: the run would be one on other data
+        (folder / "reached").unlink()
+        return
+    choice = random.Random((folder / "reached").read_text())
+    path = choice.choice(sorted((folder / "data").rglob("*.bin")))
+    with path.open("r+b") as file:
+        place = choice.randrange(path.stat().st_size)
+        file.seek(place)
+        value = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([value ^ 1]))
+    (folder / "changed").write_text(str(path.relative_to(folder)))
+
+
+def _await_second_run(folder: Path) -> None:
+    """Waits until the campaign has started the same run once more, and that start has ended."""
+    deadline = time.monotonic() + 90.0
+    while not (folder / SECOND_ENDED).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 FAULTS: Mapping[str, Callable[[Path], None]] = FrozenDict({
     "SIGTERM": _signal(signal.SIGTERM),
     "SIGKILL": _signal(signal.SIGKILL),
@@ -208,6 +253,9 @@ FAULTS: Mapping[str, Callable[[Path], None]] = FrozenDict({
     "no name resolution": _lose_names,
     "disk full": _fill_disk,
     "disk read-only": _make_read_only,
+    "configuration unreadable": _spoil_configuration,
+    "data changed in place": _change_data,
+    "second run on the same save": _await_second_run,
 })  # fmt: skip
 """Faults of a rank. Afterwards the run must go on as if nothing had been, or say what is wrong."""
 

@@ -84,13 +84,20 @@ def refusal_in(output: str) -> str | None:
     return next((line for line in reversed(output.splitlines()) if re.match(r"[\w.]+\.py: error: ", line)), None)
 
 
-def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> Ending:
+def run_ranks(
+    run: Runnable,
+    folder: Path,
+    prepare: Callable[[int], None],
+    name: str = "output",
+    meanwhile: Callable[[], None] | None = None,
+) -> Ending:
     """Runs something in a folder on forked ranks and waits for their end.
 
-    prepare: called in each rank with its number, before the run's main function.
+    prepare: called in each rank with its number, before the run's main function. name: of the files beside
+    the folder that hold the ranks' outputs. meanwhile: called again and again while ranks run.
     """
     start, port, ranks = time.monotonic(), free_port(), run.ranks
-    files = [folder.with_name(f"{folder.name}_output_{rank}") for rank in range(ranks)]  # its disk may be full
+    files = [folder.with_name(f"{folder.name}_{name}_{rank}") for rank in range(ranks)]  # its disk may be full
     children = [
         _fork(run, ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", port, "torchrun"), folder, files[rank], prepare)
         for rank in range(ranks)
@@ -100,6 +107,8 @@ def run_ranks(run: Runnable, folder: Path, prepare: Callable[[int], None]) -> En
     hung, ended_early = False, tuple(range(ranks))
     while len(codes) < ranks:
         _collect(children, codes)
+        if meanwhile is not None:
+            meanwhile()
         now = time.monotonic()
         if failed_at is None and any(codes.values()):
             failed_at = now

@@ -42,6 +42,10 @@ _OBJECTIVES: Mapping[str, Mapping[str, Any]] = FrozenDict(
 OBJECTIVE_NAMES = tuple(_OBJECTIVES)
 
 
+LOCK = ".lock"
+"""Name of the file in `save` that a start of a run makes once it has fingerprinted its data, and locks."""
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """A layout and an objective, with the folder in which it runs."""
@@ -148,7 +152,7 @@ def rewind(folder: Path, iteration: int) -> None:
         shutil.rmtree(save)
         return
     (save / "latest").write_text(f"global_step{iteration}")
-    for name in ("training_summary.json", "training_history.json", "status.json"):
+    for name in ("training_summary.json", "training_history.json", "status.json", LOCK):
         (save / name).unlink(missing_ok=True)
 
 
