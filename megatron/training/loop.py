@@ -93,6 +93,11 @@ def train(training: Training, callbacks: Sequence[Callback] = ()) -> None:
                 _train(training, callbacks)
             else:
                 _close_completed_run(training, callbacks)
+    except DataError as problem:  # also of the summary that is written at the end
+        cause = explained_by_change(problem, training.checkpointer)
+        if cause is problem:
+            raise
+        raise cause from problem
     finally:
         training.method.close()
 
@@ -138,7 +143,7 @@ def _train(training: Training, program_callbacks: Sequence[Callback]) -> None:
         is_complete = progress.iteration >= args.train_iters and not gave_up
         loop.ending = ("finished", None) if is_complete else ("stopped", loop.stop_reason)
     except Exception as problem:
-        data_cause = explained_by_change(root_cause(problem, args), training)
+        data_cause = explained_by_change(root_cause(problem, args), training.checkpointer)
         cause = explained(
             data_cause, args, training.groups.world_rank, training.groups.device,
             training.watchdog.activity, training.engine.tensors,

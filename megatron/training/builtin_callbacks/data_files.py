@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from megatron.callbacks import Callback
 from megatron.data import DataError, FileStamp, data_fingerprint, data_stamps
 from megatron.distributed import on_rank_zero
+from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.run import Training
 
 
@@ -23,7 +24,7 @@ class DataFilesCheck(Callback):
     def check(self) -> None:
         """Raise DataError if the content of a file has changed in place; log other changes once."""
         stamps = data_stamps(self.training.args)
-        if (error := _change_error(self.training, self._stamps, stamps)) is not None:
+        if (error := _change_error(self.training.checkpointer, self._stamps, stamps)) is not None:
             raise error
         changed, in_place = _changed(self._stamps, stamps), _changed_in_place(self._stamps, stamps)
         self._stamps = stamps
@@ -33,28 +34,28 @@ class DataFilesCheck(Callback):
             self.training.logger.warning(f"{path}: {note}{advice}")
 
 
-def explained_by_change(problem: Exception, training: Training) -> Exception:
+def explained_by_change(problem: Exception, checkpointer: CheckpointWriter) -> Exception:
     """Returns an error that names the file if a DataError comes from data that changed under the run; else
     `problem`."""
-    if not isinstance(problem, DataError) or training.args.allow_changed_data:
+    if not isinstance(problem, DataError) or checkpointer.args.allow_changed_data:
         return problem
     try:
-        error = _change_error(training, training.checkpointer.run.stamps, data_stamps(training.args))
+        error = _change_error(checkpointer, checkpointer.run.stamps, data_stamps(checkpointer.args))
     except DataError:  # a file that cannot be opened any more, which `problem` says
         return problem
     return problem if error is None else error
 
 
 def _change_error(
-    training: Training, before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]
+    checkpointer: CheckpointWriter, before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]
 ) -> DataError | None:
     """Returns the error that names a file whose content has changed in place; None if there is none."""
     in_place = _changed_in_place(before, now)
-    if not in_place or data_fingerprint(training.args) == training.checkpointer.run.files:
+    if not in_place or data_fingerprint(checkpointer.args) == checkpointer.run.files:
         return None
     return DataError(
         f"{in_place[0]}: was changed while the run read it, so nothing is saved after step "
-        f"{training.checkpointer.saved_at or 0}; restore the file and start again, or set allow_changed_data: true"
+        f"{checkpointer.saved_at or 0}; restore the file and start again, or set allow_changed_data: true"
     )
 
 

@@ -71,6 +71,29 @@ def run_changed_while_it_starts(rank: int, world_size: int, values: dict[str, An
     return str(problem.value)
 
 
+def run_changed_after_its_last_step(rank: int, world_size: int, values: dict[str, Any], data: Path) -> str:
+    training, written = begin(values), data.read_bytes()[::-1]
+
+    class Reader(Callback):
+        """Changes the data after the last save, and reads them at the end, as the summary of a run does."""
+
+        def close(self) -> None:
+            with data.open("r+b") as file:
+                file.write(written)
+            raise DataError("an answer has no score")
+
+    with pytest.raises(DataError) as problem:
+        train(training, [Reader()])
+    return str(problem.value)
+
+
+def test_a_change_is_named_by_errors_of_the_end_too(tmp_path: Path) -> None:
+    values, data = values_of(tmp_path)
+    (problem,) = run_ranks(run_changed_after_its_last_step, 1, values, data)
+    assert problem.startswith(str(data)) and f"step {STEPS}" in problem
+    assert (tmp_path / "run" / "latest").read_text() == f"global_step{STEPS}"
+
+
 @pytest.mark.parametrize("token", [2, 60000], ids=["another token", "a token beyond the vocabulary"])
 def test_a_change_before_the_first_step_is_named_too(token: int, tmp_path: Path) -> None:
     values, data = values_of(tmp_path)
