@@ -21,10 +21,10 @@ from benchmarks.fault_campaign.faults import (
     BEFORE_ALL_HAVE_READ,
     BEFORE_DATA_IS_KNOWN,
     BEFORE_SAVE_IS_LOCKED,
-    COMMAND_PHASES,
     DAMAGES,
     FAULTS,
     PHASES,
+    PHASES_OF_COMMANDS,
     RESTARTED_FAULTS,
     SECOND_ENDED,
     TRAINING_FAULTS,
@@ -116,9 +116,10 @@ def draw(seed: int, index: int) -> Case:
         )
         return Case(seed, index, layout, choice.choice(OBJECTIVE_NAMES), 0, injection, None, restarts=2)
     if kind < _SHARE_OF_RESTARTS + _SHARE_OF_COMMANDS:
-        phase, fault = choice.choice(COMMAND_PHASES), choice.choice(command_faults)
-        injection = Injection(fault, phase, choice.randint(1, PHASES[phase][1]), choice.random() < 0.5, 0)
-        return Case(seed, index, COMMAND, choice.choice(list(COMMANDS)), 0, injection, None)
+        command, fault = choice.choice(list(COMMANDS)), choice.choice(command_faults)
+        phase, num_calls = choice.choice(list(PHASES_OF_COMMANDS[command].items()))
+        injection = Injection(fault, phase, choice.randint(1, num_calls), choice.random() < 0.5, 0)
+        return Case(seed, index, COMMAND, command, 0, injection, None)
     layout, objective = choice.choice(list(LAYOUTS)), choice.choice(OBJECTIVE_NAMES)
     start = choice.choice((0, 2, 4))
     if choice.random() < _SHARE_OF_DAMAGES:
@@ -147,7 +148,8 @@ class References:
             if layout == COMMAND:
                 shutil.copytree(self.folder("plain", "pretraining"), folder)
             run.prepare(folder)
-            ending = run_ranks(run, folder, lambda rank: None)
+            with run.surroundings():
+                ending = run_ranks(run, folder, lambda rank: None)
             if not ending.succeeded:
                 raise RuntimeError(f"{layout} {objective} fails without a fault:\n" + "\n".join(ending.outputs)[-3000:])
             self._results[layout, objective] = run.result(folder)
@@ -184,21 +186,25 @@ def judge(case: Case, references: References, folder: Path | None = None) -> Out
 def _answer(case: Case, original: Path, expected: dict[str, Any], folder: Path, answer: Path) -> NoReturn:
     """Judges a case and writes the verdict to a file, in a forked process, which it ends."""
     try:
-        answer.write_text(json.dumps(_judge(case, original, expected, folder)))
+        run = run_of(case.layout, case.objective)
+        with run.surroundings():
+            answer.write_text(json.dumps(_judge(case, run, original, expected, folder)))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(0)
 
 
-def _judge(case: Case, original: Path, expected: dict[str, Any], folder: Path) -> tuple[Verdict, str]:
+def _judge(
+    case: Case, run: TrainingRun | CommandRun, original: Path, expected: dict[str, Any], folder: Path
+) -> tuple[Verdict, str]:
     folder.mkdir()
     if case.fault in _DISK_FAULTS:
         mount(folder, _DISK_KB, read_only=False)
     shutil.copytree(original, folder, dirs_exist_ok=True, symlinks=True)
-    run, choice = run_of(case.layout, case.objective), random.Random(f"{case.seed} {case.index} damage")
+    choice = random.Random(f"{case.seed} {case.index} damage")
     if isinstance(run, CommandRun):
-        shutil.rmtree(folder / COMMANDS[run.name][1])
+        run.rewind(folder)
     else:
         rewind(folder, case.start)
         if choice.random() < 1 / 3:  # the reference saves in the background

@@ -70,7 +70,25 @@ VALID_CONFIGURATION = "valid_run.yml"
 """Name of the file that holds a run's configuration while that is unreadable."""
 TRAINING_FAULTS = ("NaN", "configuration unreadable", "data changed in place", "second run on the same save")
 """Faults that commands do not have."""
-COMMAND_PHASES = ("open of a file", "sync of a save", "rename of a save", "replacement of a file")
+_FURTHER_PHASES: Mapping[str, tuple[tuple[tuple[str, str], ...], int]] = FrozenDict({
+    "request to the Hub": (tuple(
+        ("huggingface_hub.hf_api", f"HfApi.{name}")
+        for name in ("create_repo", "create_branch", "list_repo_tree", "preupload_lfs_files", "create_commit")
+    ), 16),
+    "journal": ((("megatron.operations.hub.journal", "Journal.add"),), 28),
+})  # fmt: skip
+PHASES_OF_COMMANDS: Mapping[str, Mapping[str, int]] = FrozenDict({
+    "tokenise": {"open of a file": 22, "sync of a save": 12, "replacement of a file": 7},
+    "clean": {"open of a file": 40, "sync of a save": 6, "replacement of a file": 24},
+    "convert": {"open of a file": 40, "sync of a save": 11, "rename of a save": 1},
+    "generate": {"configuration": 1, "open of a file": 35, "forward": 24, "sync of a save": 1,
+                 "replacement of a file": 1},
+    "evaluate": {"configuration": 1, "open of a file": 35, "forward": 2, "sync of a save": 1,
+                 "replacement of a file": 1},
+    "upload": {"open of a file": 40, "sync of a save": 39, "rename of a save": 2, "journal": 28,
+               "request to the Hub": 16},
+})  # fmt: skip
+"""Phases of each command, and how often it calls one of their functions."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,7 @@ def install(injection: Injection, folder: Path) -> None:
         (folder / "reached").write_text(f"{injection}\n")
         FAULTS[injection.fault](folder)
 
-    for module_name, path in PHASES[injection.phase][0]:
+    for module_name, path in {**PHASES, **_FURTHER_PHASES}[injection.phase][0]:
         owner: Any = importlib.import_module(module_name)
         *classes, name = path.split(".")
         for attribute in classes:
@@ -218,7 +236,8 @@ def _change_data(folder: Path) -> None:
         (folder / "reached").unlink()
         return
     choice = random.Random((folder / "reached").read_text())
-    path = choice.choice(sorted((folder / "data").rglob("*.bin")))
+    files = [path for path in sorted((folder / "data").rglob("*")) if path.suffix in (".bin", ".jsonl")]
+    path = choice.choice(files)
     with path.open("r+b") as file:
         place = choice.randrange(path.stat().st_size)
         file.seek(place)

@@ -2,17 +2,22 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import constants
 
 from megatron.neox_arguments.frozen import FrozenDict
+from tests.methods.reinforcement.toy import write_task
+from tests.operations.hub.loopback_hub import LoopbackHub
 from tools.compare_commits import COMMON, GOLDEN, OBJECTIVES, compared_values, digest_of_tensors, make_pairs
 
 STEPS, SAVE_EVERY = 6, 2
@@ -39,7 +44,7 @@ _WITH_REFERENCE = {key: value for key, value in OBJECTIVES["dpo"].items() if key
 _OBJECTIVES: Mapping[str, Mapping[str, Any]] = FrozenDict(
     {**OBJECTIVES, "dpo": _WITH_REFERENCE, "kto": {**_WITH_REFERENCE, "train_impl": "kto"}}
 )
-OBJECTIVE_NAMES = tuple(_OBJECTIVES)
+OBJECTIVE_NAMES = (*_OBJECTIVES, "rl")
 
 
 LOCK = ".lock"
@@ -61,8 +66,12 @@ class TrainingRun:
     def prepare(self, folder: Path, **keys: Any) -> None:
         """Writes `run.yml` into a folder, and copies the data beside it: a fault may change it there."""
         folder.mkdir(parents=True, exist_ok=True)
-        values = {**COMMON, **_OBJECTIVES[self.objective], **SMALL, **LAYOUTS[self.layout][1], **keys}
         (folder / "data").mkdir(exist_ok=True)
+        if self.objective == "rl":
+            task = _reinforcement_task(folder)
+        else:
+            task = {**COMMON, **_OBJECTIVES[self.objective]}
+        values = {**task, **SMALL, **LAYOUTS[self.layout][1], **keys}
         if self.objective in ("dpo", "kto"):
             make_pairs(folder / "data" / "pairs")
         values = {
@@ -85,6 +94,10 @@ class TrainingRun:
             "tensors": {path.name: digest_of_tensors(path) for path in sorted(last.glob("*.pt"))},
         }
 
+    def surroundings(self) -> AbstractContextManager[object]:
+        """Returns a context in which the run can start: for training nothing."""
+        return nullcontext()
+
     def _with_copies(self, folder: Path, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [self._with_copies(folder, item) for item in value]
@@ -104,9 +117,21 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = FrozenDict({
                  f"--tokenizer-type HFTokenizer --vocab-file {GOLDEN / 'tokenizer.json'} --append-eod --workers 2"),
     "clean": ("tools.datasets.clean", "out", "texts.jsonl out --recipe c4 --minhash --format jsonl --workers 2"),
     "convert": ("tools.ckpts.convert_neox_to_hf", "hf", "--input_dir run --output_dir hf"),
+    "generate": ("generate", "out", "run.yml --set text_gen_type=unconditional num_samples=12 maximum_tokens=12 "
+                 "temperature=0.8 sample_output_file=out/samples.jsonl log_dir=out_logs"),
+    "evaluate": ("eval", "out", "run.yml --eval_tasks shipped_choice --eval_limit 4 --eval_output_dir out "
+                 "--set eval_cache=out/cache log_dir=out_logs"),
+    "upload": ("huggingface.upload_and_evaluate_checkpoint", "run/hub", "--experiment_name run --repository org/tiny "
+               "--neox_checkpoint global_step6 --retry-min-wait 0.05 --retry-max-wait 0.2"),
 })  # fmt: skip
 """Name of a command: its module, the folder it writes, and its words."""
+_IMPORTS: Mapping[str, tuple[str, ...]] = FrozenDict({
+    "evaluate": ("lm_eval.evaluator", "lm_eval.tasks"),
+    "upload": ("matplotlib.pyplot", "megatron.operations.hub.conversion"),
+})  # fmt: skip
+"""Modules that a command's ranks need not import again."""
 _VARYING = ("metadata.json", "report.html")  # ends of the names of files that hold times
+_COMPARED_SCORES = ("results", "n-samples", "versions", "task_hashes", "failures", "samples")
 
 
 @dataclass(frozen=True)
@@ -116,8 +141,18 @@ class CommandRun:
     name: str
     ranks: int = 1
 
+    def surroundings(self) -> AbstractContextManager[object]:
+        """Returns a context in which the command can start: a Hub that runs, for an upload."""
+        return nullcontext()
+
+    def rewind(self, folder: Path) -> None:
+        """Removes what a finished command has written."""
+        shutil.rmtree(folder / COMMANDS[self.name][1])
+
     def prepare(self, folder: Path) -> None:
-        """Writes texts beside the finished training run of a folder."""
+        """Writes texts beside the finished training run of a folder, and imports what the command needs."""
+        for module in (COMMANDS[self.name][0], *_IMPORTS.get(self.name, ())):
+            import_module(module)
         words = ("one", "two", "three", "four", "five", "six", "seven")
         choice = random.Random(0)
         sentences = [" ".join(choice.choices(words, k=choice.randint(6, 12))).capitalize() + "." for _ in range(2000)]
@@ -126,20 +161,68 @@ class CommandRun:
 
     def main(self) -> int:
         """Runs the command in the folder that is the working directory."""
-        module, _, words = COMMANDS[self.name]
+        module, out, words = COMMANDS[self.name]
+        if self.name == "generate":  # which makes no folder
+            Path(out).mkdir(exist_ok=True)
         return import_module(module).main(words.split()) or 0
 
     def result(self, folder: Path) -> dict[str, Any]:
         """Returns digests of the files that the command has written."""
         out = folder / COMMANDS[self.name][1]
         files = sorted(path for path in out.rglob("*") if path.is_file() and not path.name.endswith(_VARYING))
-        digests = {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        contents = dict(_content(path, out) for path in files if path.parent.name != "cache")
+        return {"metrics": [], "tensors": {name: _digest(content) for name, content in contents.items()}}
+
+
+@dataclass(frozen=True)
+class UploadRun(CommandRun):
+    """An upload to a Hub of this machine, whose repositories are its result."""
+
+    hub: LoopbackHub = field(default_factory=LoopbackHub)
+
+    def surroundings(self) -> AbstractContextManager[object]:
+        """Returns a context in which the Hub answers."""
+        return self.hub.serving()
+
+    def main(self) -> int:
+        """Uploads, with a client that takes this Hub for the Hub."""
+        os.environ.update(self.hub.environment())
+        for name, value in (("ENDPOINT", self.hub.endpoint), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+            setattr(constants, name, value)
+        return super().main()
+
+    def result(self, folder: Path) -> dict[str, Any]:
+        """Returns digests of the files in all repositories and revisions."""
+        digests = {
+            f"{name}@{revision}/{path}": _digest(content)
+            for name, repository in self.hub.repos.items()
+            for revision in repository.branches
+            for path, content in self.hub.content(name, revision).items()
+        }
         return {"metrics": [], "tensors": digests}
+
+
+def _content(path: Path, folder: Path) -> tuple[str, bytes]:
+    """Returns the name and the content of a command's file, without times."""
+    name, content = str(path.relative_to(folder)), path.read_bytes()
+    if path.name == "samples.jsonl":
+        rows = [{**json.loads(line), "duration_seconds": None} for line in content.splitlines()]
+        return name, json.dumps(rows).encode()
+    if path.match("*eval_results_*.json"):  # its name holds a time too
+        values = json.loads(content)
+        return "results", json.dumps({key: values.get(key) for key in _COMPARED_SCORES}).encode()
+    return name, content
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def run_of(layout: str, objective: str) -> TrainingRun | CommandRun:
     """Returns the run of a case."""
-    return CommandRun(objective) if layout == COMMAND else TrainingRun(layout, objective)
+    if layout == COMMAND:
+        return UploadRun(objective) if objective == "upload" else CommandRun(objective)
+    return TrainingRun(layout, objective)
 
 
 def rewind(folder: Path, iteration: int) -> None:
@@ -154,6 +237,23 @@ def rewind(folder: Path, iteration: int) -> None:
     (save / "latest").write_text(f"global_step{iteration}")
     for name in ("training_summary.json", "training_history.json", "status.json", LOCK):
         (save / name).unlink(missing_ok=True)
+
+
+def _reinforcement_task(folder: Path) -> dict[str, Any]:
+    """Writes prompts into `data`, reward functions and a tokenizer beside it. Returns the keys of a run."""
+    (folder / "task").mkdir(exist_ok=True)
+    task = write_task(folder / "task")
+    os.replace(folder / "task" / "prompts.jsonl", folder / "data" / "prompts.jsonl")
+    task["rollout"]["prompts"] = ["data/prompts.jsonl"]
+    return {key: _with_relative_paths(value, f"{folder}/") for key, value in task.items()}
+
+
+def _with_relative_paths(value: Any, folder: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_relative_paths(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_relative_paths(item, folder) for item in value]
+    return value.removeprefix(folder) if isinstance(value, str) else value
 
 
 def _as_yaml(value: Any) -> Any:
