@@ -36,10 +36,16 @@ def warm_up() -> None:
 
 
 class Runnable(Protocol):
-    """A run on forked ranks. main: called in each of them; returns its exit code."""
+    """A run on forked ranks.
+
+    begin: sets its signal handlers in each of them, as its script does. main: called next; returns its exit
+    code.
+    """
 
     @property
     def ranks(self) -> int: ...
+
+    def begin(self) -> None: ...
 
     def main(self) -> int: ...
 
@@ -161,12 +167,12 @@ def _run(run: Runnable, info: ProcessInfo, folder: Path, output: Path, prepare: 
         os.dup2(descriptor, 2)
         import torch
 
-        from megatron.process import begin_process, end_process
+        from megatron.process import end_process
 
         torch.set_num_threads(1)
         os.environ.update(info.variables())
         os.chdir(folder)
-        begin_process("run", promise="the run ends as soon as its current work can be interrupted")
+        run.begin()
         prepare(info.rank)
         end_process(run.main())
     except SystemExit as ending:  # as the interpreter does

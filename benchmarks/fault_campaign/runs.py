@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import signal
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import yaml
 from huggingface_hub import constants
 
 from megatron.neox_arguments.frozen import FrozenDict
+from megatron.process import begin_process
 from tests.methods.reinforcement.toy import write_task
 from tests.operations.hub.loopback_hub import LoopbackHub
 from tools.compare_commits import COMMON, GOLDEN, OBJECTIVES, compared_values, digest_of_tensors, make_pairs
@@ -79,6 +81,10 @@ class TrainingRun:
         }
         values["index_cache_dir"] = "index_maps"
         (folder / "run.yml").write_text(yaml.safe_dump(_as_yaml(values)))
+
+    def begin(self) -> None:
+        """Sets the signal handlers of train.py."""
+        begin_process("train.py", promise="the run ends as soon as its current work can be interrupted")
 
     def main(self) -> int:
         """Trains, as one rank, in the folder that is the working directory."""
@@ -158,6 +164,12 @@ class CommandRun:
         sentences = [" ".join(choice.choices(words, k=choice.randint(6, 12))).capitalize() + "." for _ in range(2000)]
         rows = [json.dumps({"text": " ".join(choice.choices(sentences, k=8))}) for _ in range(400)]
         (folder / "texts.jsonl").write_text("\n".join([*rows, *rows[:40]]) + "\n")
+
+    def begin(self) -> None:
+        """Sets the signal handlers of the command's script. Scripts of `tools` leave SIGUSR1 as it is."""
+        begin_process(self.name, promise="the evaluation ends" if self.name == "evaluate" else None)
+        if COMMANDS[self.name][0].startswith("tools."):
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def main(self) -> int:
         """Runs the command in the folder that is the working directory."""
