@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from benchmarks.fault_campaign.faults import (
     BEFORE_ALL_HAVE_READ,
-    BEFORE_DATA_IS_KNOWN,
+    BEFORE_FINGERPRINTS,
     BEFORE_SAVE_IS_LOCKED,
     DAMAGES,
     FAULTS,
@@ -60,7 +60,7 @@ missed: the fault's place was never reached. wrong: anything else."""
 _DISK_FAULTS = ("disk full", "disk read-only")
 _GIVES_UP_VALIDATION = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR1 twice", "NaN")
 _CRASHES = ("connections lost", "no descriptors left", "memory limit")  # as if killed: a traceback may tell
-_UNREADABLE, _CHANGED, _SECOND = TRAINING_FAULTS[1:]
+_UNREADABLE, _CHANGED, _SECOND_RUN = TRAINING_FAULTS[1:]
 _DISK_KB = 128 * 1024
 _SHARE_OF_DAMAGES, _SHARE_OF_COMMANDS, _SHARE_OF_RESTARTS = 0.25, 0.12, 0.1
 
@@ -125,7 +125,7 @@ def draw(seed: int, index: int) -> Case:
     if choice.random() < _SHARE_OF_DAMAGES:
         return Case(seed, index, layout, objective, start or 2, None, choice.choice(DAMAGES))
     fault = choice.choice(rank_faults)
-    phase = choice.choice([name for name in PHASES if fault != _CHANGED or name not in BEFORE_DATA_IS_KNOWN])
+    phase = choice.choice([name for name in PHASES if fault != _CHANGED or name not in BEFORE_FINGERPRINTS])
     num_calls = max(1, PHASES[phase][1] * (STEPS - start) // STEPS)
     injection = Injection(
         fault, phase, choice.randint(1, num_calls), choice.random() < 0.5, choice.randrange(LAYOUTS[layout][0])
@@ -217,19 +217,19 @@ def _judge(
     second_endings: list[Ending] = []
     is_locked = False
 
-    def start_again() -> None:
+    def start_second_run() -> None:
         nonlocal is_locked
-        if case.fault == _SECOND and (folder / "reached").exists() and not second_endings:
+        if case.fault == _SECOND_RUN and (folder / "reached").exists() and not second_endings:
             is_locked = (folder / "run" / LOCK).exists()
             second_endings.append(run_ranks(run, folder, lambda rank: None, "second_output"))
             (folder / SECOND_ENDED).touch()
 
-    attempt = run_ranks(run, folder, partial(_break, case.injection, folder), meanwhile=start_again)
+    attempt = run_ranks(run, folder, partial(_break, case.injection, folder), meanwhile=start_second_run)
     if not (folder / "reached").exists():
         return ("missed", "") if attempt.succeeded else ("wrong", _summary("failed without its fault", attempt))
     if problem := _misbehaviour(attempt, case.fault):
         return "wrong", problem
-    if problem := _problem_beside(case.injection, run, folder, expected, attempt, second_endings, is_locked):
+    if problem := _problem_during_fault(case.injection, run, folder, expected, attempt, second_endings, is_locked):
         return "wrong", problem
     _mend(case.fault, folder, original)
     resumed = run_ranks(run, folder, lambda rank: None)
@@ -242,7 +242,7 @@ def _judge(
     return "equal", attempt.refusal or "".join(ending.refusal or "" for ending in second_endings)
 
 
-def _problem_beside(
+def _problem_during_fault(
     injection: Injection,
     run: TrainingRun | CommandRun,
     folder: Path,
@@ -268,11 +268,11 @@ def _problem_beside(
             return None if path in refusal else _summary(f"does not name {path}", attempt)
         difference = _difference(expected, run.result(folder))
         return f"went on with a changed {path}: {difference}" if difference else None
-    for second in second_endings:
-        if "another run is writing there" in (second.refusal or ""):
+    for second_ending in second_endings:
+        if "another run is writing there" in (second_ending.refusal or ""):
             return None if attempt.succeeded else _summary("was disturbed by a second run", attempt)
-        if is_locked or injection.phase not in BEFORE_SAVE_IS_LOCKED or _misbehaviour(second, injection.fault):
-            return _summary("the second run was not refused", second)
+        if is_locked or injection.phase not in BEFORE_SAVE_IS_LOCKED or _misbehaviour(second_ending, injection.fault):
+            return _summary("the second run was not refused", second_ending)
     return None
 
 

@@ -60,9 +60,9 @@ RESTARTED_FAULTS = ("SIGKILL", "SIGSTOP", "connections lost", "no descriptors le
 """Faults after which deepy.py starts a run again. Only deepy.py notices a stopped rank (SIGSTOP)."""
 BEFORE_ALL_HAVE_READ = ("configuration", "rendezvous", "open of a file")
 """Phases in which a rank may still have to read the configuration."""
-BEFORE_DATA_IS_KNOWN = (*BEFORE_ALL_HAVE_READ, "index maps", "model")
+BEFORE_FINGERPRINTS = (*BEFORE_ALL_HAVE_READ, "index maps", "model")
 """Phases in which a run has not yet fingerprinted its data: changed data are its data."""
-BEFORE_SAVE_IS_LOCKED = (*BEFORE_DATA_IS_KNOWN, "backward", "sync of a save", "replacement of a file")
+BEFORE_SAVE_IS_LOCKED = (*BEFORE_FINGERPRINTS, "backward", "sync of a save", "replacement of a file")
 """Phases in which a run may not yet have locked its folder `save`."""
 SECOND_ENDED = "second_ended"
 """Name of the file that says that a second start of a run has ended."""

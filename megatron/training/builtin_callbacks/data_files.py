@@ -47,10 +47,10 @@ def explained_by_change(problem: Exception, checkpointer: CheckpointWriter) -> E
 
 
 def _change_error(
-    checkpointer: CheckpointWriter, before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]
+    checkpointer: CheckpointWriter, old_stamps: Mapping[str, FileStamp], new_stamps: Mapping[str, FileStamp]
 ) -> DataError | None:
     """Returns the error that names a file whose content has changed in place; None if there is none."""
-    in_place = _changed_in_place(before, now)
+    in_place = _changed_in_place(old_stamps, new_stamps)
     if not in_place or data_fingerprint(checkpointer.args) == checkpointer.run.files:
         return None
     return DataError(
@@ -59,9 +59,13 @@ def _change_error(
     )
 
 
-def _changed(before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]) -> list[str]:
-    return [path for path, stamp in before.items() if now.get(path) != stamp]
+def _changed(old_stamps: Mapping[str, FileStamp], new_stamps: Mapping[str, FileStamp]) -> list[str]:
+    return [path for path, stamp in old_stamps.items() if new_stamps.get(path) != stamp]
 
 
-def _changed_in_place(before: Mapping[str, FileStamp], now: Mapping[str, FileStamp]) -> list[str]:
-    return [path for path in _changed(before, now) if path in now and now[path].inode == before[path].inode]
+def _changed_in_place(old_stamps: Mapping[str, FileStamp], new_stamps: Mapping[str, FileStamp]) -> list[str]:
+    return [
+        path
+        for path in _changed(old_stamps, new_stamps)
+        if path in new_stamps and new_stamps[path].inode == old_stamps[path].inode
+    ]

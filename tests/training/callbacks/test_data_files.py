@@ -87,7 +87,7 @@ def run_changed_after_its_last_step(rank: int, world_size: int, values: dict[str
     return str(problem.value)
 
 
-def test_a_change_is_named_by_errors_of_the_end_too(tmp_path: Path) -> None:
+def test_errors_of_the_end_name_a_change(tmp_path: Path) -> None:
     values, data = values_of(tmp_path)
     (problem,) = run_ranks(run_changed_after_its_last_step, 1, values, data)
     assert problem.startswith(str(data)) and f"step {STEPS}" in problem
@@ -95,7 +95,7 @@ def test_a_change_is_named_by_errors_of_the_end_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [2, 60000], ids=["another token", "a token beyond the vocabulary"])
-def test_a_change_before_the_first_step_is_named_too(token: int, tmp_path: Path) -> None:
+def test_a_change_before_the_first_step_is_named(token: int, tmp_path: Path) -> None:
     values, data = values_of(tmp_path)
     content = token.to_bytes(2, "little") * (data.stat().st_size // 2)
     (problem,) = run_ranks(run_changed_while_it_starts, 1, values, data, content)
