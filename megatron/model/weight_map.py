@@ -62,7 +62,13 @@ def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
     kinds: dict[str, Any] = {
         "embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head, "score": ScoreHead,
     }  # fmt: skip
-    params_by_layer = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
+    params_by_layer: dict[int, tuple[ParamSpec, ...]] = {}
+    distinct: list[LayerSpec] = []  # most blocks differ from an earlier one only in their index
+    for spec in layer_specs(args):
+        alike = next((known for known in distinct if replace(known, index=spec.index) == spec), None)
+        params_by_layer[spec.index] = kinds[spec.kind].params(spec) if alike is None else params_by_layer[alike.index]
+        if alike is None:
+            distinct.append(spec)
     return {layer: specs for layer, specs in params_by_layer.items() if specs or layer <= args.num_layers + 3}
 
 
