@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn
 
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of
+from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of, required_keys
 from megatron.neox_arguments.resolved import ARGS_FLAG, ResolvedArgs
 
 LAUNCHER_FLAG = "--no_local_rank"  # keeps DeepSpeed's launcher from adding its own flag to the script's flags
@@ -24,7 +24,7 @@ class GPTNeoXMethods(ResolvedArgs):
     `NeoXArgs`, so that this module cannot import it."""
 
     def __post_init__(self) -> None:
-        missing = [name for name in keys_of(type(self)) if getattr(self, name) is REQUIRED]
+        missing = [name for name in required_keys(type(self)) if getattr(self, name) is REQUIRED]
         if missing:
             raise ConfigError([f"NeoXArgs(...): set the keys {', '.join(missing)}, or use NeoXArgs.from_dict"])
 

@@ -127,6 +127,19 @@ def _keys_of(declaration: type) -> Mapping[str, Key]:
     return types.MappingProxyType(keys)
 
 
+@functools.cache
+def required_keys(declaration: type) -> tuple[str, ...]:
+    """Returns the names of the keys that every configuration must set, in order of declaration."""
+    return tuple(name for name, key in keys_of(declaration).items() if key.required)
+
+
+@functools.cache
+def defaults_of(declaration: type) -> Mapping[str, Any]:
+    """Returns the default of each key by its name; None for required keys."""
+    keys = keys_of(declaration)
+    return types.MappingProxyType({name: None if key.required else key.default for name, key in keys.items()})
+
+
 def union_members(annotation: Any) -> tuple[Any, ...]:
     """Returns the members of a union type: `int | None` gives (int, NoneType). Any other type gives
     (itself,)."""

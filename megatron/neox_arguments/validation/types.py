@@ -9,7 +9,14 @@ import yaml
 
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
-from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
+from megatron.neox_arguments.keys.declaration import (
+    Key,
+    defaults_of,
+    keys_of,
+    literal_values,
+    required_keys,
+    union_members,
+)
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, EnvText
 from megatron.neox_arguments.validation.other_stacks import name_here
 
@@ -31,14 +38,13 @@ def check_keys(
     for name in user_values:
         if name not in keys:
             problems.add(prefix + name, unknown(name, keys))
-    values = {}
+    values, required = dict(defaults_of(declaration)), required_keys(declaration)
     for name, key in keys.items():
-        values[name] = None if key.required else key.default
         if user_values.get(name) is not None:
             values[name] = _checked(key, prefix + name, user_values[name], problems, values[name])
             if key.section is None and isinstance(user_values, dict) and _from_environment(user_values[name]):
                 user_values[name] = thaw(values[name])  # ranks get the value, not their own environment
-        elif key.required and problems.complete:
+        elif name in required and problems.complete:
             problems.add(prefix + name, f"is required: {key.meaning[0].lower() + key.meaning[1:]}")
     return values
 
