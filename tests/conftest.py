@@ -1,5 +1,6 @@
 """Marks, environment and the worker pool of the whole test suite."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none. Tests on
     # GPUs alone have no use for ranks on CPUs.
     needs_pool = not config.getoption("numprocesses", None) and config.option.markexpr != "gpu"
+    if not config.getoption("numprocesses", None):
+        gc.disable()  # until all test modules are imported: most of what they make stays to the end
     if ADDRESS_VARIABLE not in os.environ and needs_pool:
         config.stash[SERVER] = start_server()
 
@@ -87,6 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not config.getoption("rehearse", False) and not _cuda():
         items[:] = [item for item in items if item not in on_gpu]
         config.hook.pytest_deselected(items=on_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector, which tests use as it is, need not look through imported modules."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _cuda() -> bool:
