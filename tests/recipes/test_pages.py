@@ -1,23 +1,42 @@
 """The recipes of docs/recipes: each page typed, with tiny models and data in the place of published ones."""
 
+import io
+import os
 import re
+import shlex
 import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+import megatron.launch
 from megatron.process.metrics_file import read_metrics
 from megatron.process.run_files import Problems
 from tests.checkpointing.family_models import random_model
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tests.launch.runs import ROOT, environment
 from tests.marks import with_more
+from tests.pool import run_ranks
 from tests.recipes.test_recipes import text, turn
 from tests.training.runs import GOLDEN
-from tools.docs.recipe_pages import DATA, MODELS, PAGES, SMALL_RUNS, Typist, sizes_by_script, write_stand_ins
+from tools.docs.recipe_pages import (
+    DATA,
+    MODELS,
+    PAGES,
+    SMALL_RUNS,
+    CommandFailed,
+    Typist,
+    sizes_by_script,
+    write_stand_ins,
+)
 
 NAMES = sorted(path.stem for path in PAGES.glob("*.md"))
+IN_PROCESSES = "grpo-arithmetic"  # the page whose commands have interpreters of their own
 QUICK = {
     "train_iters": "2", "train_batch_size": "4", "train_micro_batch_size_per_gpu": "4", "seq_length": "64",
     "eval_iters": "1", "precision": "fp32", "num_workers": "0", "warmup_iters": "0", "lr_decay_iters": "2",
@@ -40,6 +59,28 @@ SIZES = {
 }
 
 
+def typed(rank: int, world_size: int, words: Sequence[str], said: str) -> tuple[object, str]:
+    """For the pool: exit code and output of a command; what deepy.py starts on ranks runs in its process."""
+    read, write = os.pipe()
+    os.write(write, said.encode())
+    os.close(write)
+    os.dup2(read, 0)
+    megatron.launch.launch = lambda script, args, *_: import_module(Path(script).stem).main(args)
+    sys.argv = list(words)
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
+        code = import_module(words[0].removesuffix(".py").replace("/", ".")).main()
+    return code, output.getvalue()
+
+
+class PoolTypist(Typist):
+    """Types into ranks of the pool: fresh interpreters import torch for each command of a page."""
+
+    def _run(self, command: list[str]) -> None:
+        code, output = run_ranks(typed, 1, command[1:], self.said, init=False, timeout=290)[0]
+        if code:
+            raise CommandFailed(f"{shlex.join(command)}\n{output}")
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of tiny models and data, by published name."""
@@ -57,12 +98,16 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return dict.fromkeys(MODELS, str(folder / "model")) | data
 
 
-@pytest.mark.parametrize("name", with_more(NAMES, *({*NAMES} - {"grpo-arithmetic"})))
-def test_a_page_works_as_typed(name: str, names: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", with_more(NAMES, *({*NAMES} - {IN_PROCESSES})))
+def test_a_page_works_as_typed(
+    name: str, names: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (PAGES / f"{name}.md").read_text()
     sizes = sizes_by_script(SIZES[name])
     sizes["finetune"] = FINETUNE
-    typist = Typist(tmp_path / "typed", names, sizes, environment())
+    kind = Typist if name == IN_PROCESSES else PoolTypist
+    typist = kind(tmp_path / "typed", names, sizes, environment())
+    monkeypatch.chdir(typist.folder)
     typist.type_page(page)
     run = SMALL_RUNS[name]
     rows = list(read_metrics(typist.folder / run.save / "logs/metrics.jsonl", Problems()))
