@@ -130,8 +130,22 @@ def _warm(job: Job) -> None:
 
         sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
         NeoXArgs.from_dict(dict.fromkeys(sizes, 8))  # what keys there are is worked out once
+        _use_large_pages()
     importlib.import_module(job.module)
     gc.freeze()  # forks neither look through nor copy what was here before them, and DeepSpeed collects a lot
+
+
+def _use_large_pages() -> None:
+    """Puts this process's memory into pages of 2 MB, where Linux can: a fork copies a shorter page table."""
+    if sys.platform != "linux":
+        return
+    madvise, size, MADV_COLLAPSE = ctypes.CDLL(None).madvise, 2 << 20, 25
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, _, _, _, *name = line.split()
+        begin, end = (int(address, 16) for address in span.split("-"))
+        begin, end = -(-begin // size) * size, end // size * size
+        if access == "rw-p" and name in ([], ["[heap]"]) and begin < end:
+            madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_COLLAPSE)
 
 
 def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: socket.socket) -> None:
