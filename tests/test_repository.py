@@ -154,8 +154,8 @@ def test_one_package_knows_deepspeeds_objects():
     assert {"_take_model_step", "ds_numel", "_hp_mapping"} <= names & engine_names
     for path in SOURCES:
         if path.relative_to(ROOT).parent != ENGINE:
-            uses = facts(path).attributes
-            assert not [use for use in uses if use[0] in names or re.match(r"_?ds_|_ds$", str(use[0]))], path
+            path_uses = facts(path).attributes
+            assert not [use for use in path_uses if use[0] in names or re.match(r"_?ds_|_ds$", str(use[0]))], path
 
 
 def test_one_file_chooses_the_engine():

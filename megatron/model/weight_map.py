@@ -63,12 +63,14 @@ def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
         "embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head, "score": ScoreHead,
     }  # fmt: skip
     params_by_layer: dict[int, tuple[ParamSpec, ...]] = {}
-    distinct: list[LayerSpec] = []  # most blocks differ from an earlier one only in their index
+    distinct_specs: list[LayerSpec] = []  # most blocks differ from an earlier one only in their index
     for spec in layer_specs(args):
-        alike = next((known for known in distinct if replace(known, index=spec.index) == spec), None)
-        params_by_layer[spec.index] = kinds[spec.kind].params(spec) if alike is None else params_by_layer[alike.index]
-        if alike is None:
-            distinct.append(spec)
+        equal_specs = (earlier for earlier in distinct_specs if replace(earlier, index=spec.index) == spec)
+        if (equal_spec := next(equal_specs, None)) is not None:
+            params_by_layer[spec.index] = params_by_layer[equal_spec.index]
+        else:
+            params_by_layer[spec.index] = kinds[spec.kind].params(spec)
+            distinct_specs.append(spec)
     return {layer: specs for layer, specs in params_by_layer.items() if specs or layer <= args.num_layers + 3}
 
 

@@ -59,10 +59,10 @@ SIZES = {
 }
 
 
-def typed(rank: int, world_size: int, words: Sequence[str], said: str) -> tuple[object, str]:
+def run_typed(rank: int, world_size: int, words: Sequence[str], chat_input: str) -> tuple[object, str]:
     """For the pool: exit code and output of a command; what deepy.py starts on ranks runs in its process."""
     read, write = os.pipe()
-    os.write(write, said.encode())
+    os.write(write, chat_input.encode())
     os.close(write)
     os.dup2(read, 0)
     megatron.launch.launch = lambda script, args, *_: import_module(Path(script).stem).main(args)
@@ -76,7 +76,7 @@ class PoolTypist(Typist):
     """Types into ranks of the pool: fresh interpreters import torch for each command of a page."""
 
     def _run(self, command: list[str]) -> None:
-        code, output = run_ranks(typed, 1, command[1:], self.said, init=False, timeout=290)[0]
+        code, output = run_ranks(run_typed, 1, command[1:], self.chat_input, init=False, timeout=290)[0]
         if code:
             raise CommandFailed(f"{shlex.join(command)}\n{output}")
 

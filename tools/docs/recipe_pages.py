@@ -51,7 +51,8 @@ class Typist:
     """Types what a page says, in a folder.
 
     names: local paths of published models and datasets, by name. sizes: keys of training commands, by script.
-    log: collects the output of training commands. seconds: of training commands. said: to `deepy.py chat`.
+    log: collects the output of training commands. seconds: of training commands.
+    chat_input: typed into `deepy.py chat`.
     """
 
     folder: Path
@@ -60,7 +61,7 @@ class Typist:
     environment: Mapping[str, str] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    said: ClassVar[str] = "What does json.dumps do?\n\n"
+    chat_input: ClassVar[str] = "What does json.dumps do?\n\n"
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ class Typist:
     def _run(self, command: list[str]) -> None:
         start = time.monotonic()
         done = subprocess.run(
-            command, cwd=self.folder, input=self.said, stdout=subprocess.PIPE,
+            command, cwd=self.folder, input=self.chat_input, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **self.environment},
         )  # fmt: skip
