@@ -1,5 +1,6 @@
 """An order that is extended: what was laid out stays, what comes behind it is laid out by itself."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,17 @@ def test_without_what_was_begun_the_order_is_another(tmp_path: Path):
     """Without the earlier segment ends, runs of different lengths have different orders."""
     short_run, long_run = (build(make_args(index_cache_dir=str(tmp_path), train_iters=n)).train for n in (10, 400))
     assert order_sha256(short_run, 80) != order_sha256(long_run, 80)
+
+
+def test_the_order_of_two_samples_includes_the_last():
+    class Samples:
+        def __init__(self, *begins: int) -> None:
+            self._begins = begins
+
+        def pieces(self, index: int) -> Iterator[tuple[int, int]]:
+            yield 0, self._begins[index]
+
+    assert order_sha256(Samples(0, 7), 2) != order_sha256(Samples(0, 8), 2)
 
 
 def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
