@@ -100,20 +100,18 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
     return seconds, memory
 
 
-def share_of_steps(folder: Path, kills: int, local_save: bool) -> str:
-    """Returns the last line of a run of the quickstart model that lost its rank every STEPS_PER_FAULT steps.
+def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[float, str]:
+    """Returns the seconds of a run of the quickstart model, and the last line of deepy.py.
 
-    local_save: whether it keeps its last steps in memory, every LOCAL_SAVE_INTERVAL steps.
+    Its rank is killed every STEPS_PER_FAULT steps. It keeps its last steps in memory (`local_save`).
     """
-    save, memory = folder / f"local_{local_save}", Path("/dev/shm") / f"neox_{os.getpid()}"
+    save, memory = folder / f"kills_{kills}", Path("/dev/shm") / f"neox_{os.getpid()}"
     keys = {"save": str(save), "load": str(save), "tensorboard_dir": None, "max_restarts": kills, "log_interval": 1,
-            "train_iters": STEPS_PER_FAULT * (kills + 1)}  # fmt: skip
-    if local_save:
-        keys |= {"local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}
+            "train_iters": steps, "local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}  # fmt: skip
     configs = ["configs/quickstart.yml", "configs/local_setup.yml"]
     settings = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "1", "train.py", *configs, "--set", *settings]
-    killed, last_line = 0, ""
+    killed, last_line, begin = 0, "", time.monotonic()
     try:
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -129,7 +127,7 @@ def share_of_steps(folder: Path, kills: int, local_save: bool) -> str:
         shutil.rmtree(memory, ignore_errors=True)
     if process.returncode != 0:
         sys.exit(f"restart.py: the run ended with code {process.returncode}: {last_line}")
-    return last_line
+    return time.monotonic() - begin, last_line
 
 
 def main() -> int:
@@ -138,15 +136,22 @@ def main() -> int:
     parser.add_argument(
         "--share",
         action="store_true",
-        help=f"instead kill the quickstart model every {STEPS_PER_FAULT} steps, and tell its share of time in steps",
+        help=f"instead kill the quickstart model every {STEPS_PER_FAULT} steps, and compare its time with that of an "
+        "undisturbed run",
     )
     options = parser.parse_args()
     subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
     assert DATA.exists()
     if options.share:
         with tempfile.TemporaryDirectory() as folder:
-            for local_save, name in ((True, f"local_save every {LOCAL_SAVE_INTERVAL} steps"), (False, "save alone")):
-                print(f"{name}: {share_of_steps(Path(folder), options.kills, local_save)}", flush=True)
+            steps = STEPS_PER_FAULT * (options.kills + 1)
+            disturbed, last_line = seconds_of_run(Path(folder), steps, options.kills)
+            undisturbed, _ = seconds_of_run(Path(folder), steps, 0)
+        print(last_line)
+        print(
+            f"{steps} steps take {undisturbed:.0f} s, and {disturbed:.0f} s with {options.kills} kills: effective time "
+            f"{undisturbed / disturbed:.1%}"
+        )
         return 0
     medians = []
     print("| ranks after a kill | seconds to the next step: median (least to most) | memory of a spare (GB) |")
