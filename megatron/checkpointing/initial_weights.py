@@ -54,9 +54,9 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, progress: Layer
             tensors = {spec.name: initial_weight(spec, layer, args) for spec in specs[layer]}
             records += save_layer(temporary, layer, tensors, args)
         records += write_bare_files(temporary, args, 0)
-        parallel, config = ParallelLayout.from_args(args, "fp32"), json.loads(args.to_json())["given"]
+        parallel, config = ParallelLayout.from_args(args, "fp32"), args.public_values
         manifest = untrained_manifest(made_from, parallel, model, config, records, seed=args.seed, tokenizer=tokenizer)
-        return publish(temporary, save, 0, manifest, args.config_files)
+        return publish(temporary, save, 0, manifest, args.public_config_files)
 
 
 def _existing_manifest(final: Path, save: Path) -> Manifest | None:

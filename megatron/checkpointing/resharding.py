@@ -4,7 +4,6 @@ One layer is in memory at a time. Files do not depend on data-parallel size and 
 records them.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +98,7 @@ def reshard(
         records += [*write_model_files(temporary, states, sequential), *copy_folders(source, temporary)]
         files = {record.name: record for record in records}
         new_manifest = replace(source_manifest, layout=to, model=model_keys(args), optimizer=with_state, files=files)
-        configs = {} if (source / "configs").is_dir() else args.config_files
+        configs = {} if (source / "configs").is_dir() else args.public_config_files
         return publish(temporary, save, new_manifest.iteration, new_manifest, configs)
 
 
@@ -127,7 +126,7 @@ def _first_manifest(checkpoint: OpenCheckpoint, args: NeoXArgs, optimizer: bool)
     source = checkpoint.path
     facts = describe_checkpoint(source)
     dtype = only_dtype(source, facts.dtypes)
-    config = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
+    config = args.replace(compat_gqa_rows=None).public_values
     state = {"consumed_samples": _samples(checkpoint, args), "seed": args.seed} if optimizer else {}
     source_layout = ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1)
     return untrained_manifest(

@@ -155,7 +155,7 @@ def upcycle(
             del tensors
         records += write_bare_files(temporary, args, 0)
         records += copy_folders(source, temporary)
-        config = json.loads(args.to_json())["given"]
+        config = args.public_values
         tokenizer = opened.manifest.tokenizer if opened.manifest is not None else None
         manifest = untrained_manifest(
             f"experts of {source.resolve()}", ParallelLayout.from_args(args, PRECISIONS[dtype]), model_keys(args),

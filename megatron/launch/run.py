@@ -99,13 +99,18 @@ def write_args_file(run: Run) -> None:
     """
     text = run.args.to_json()
     if not run.args_file.exists() or run.args_file.read_text(encoding="utf-8") != text:
-        write_text(run.args_file, text)
+        write_text(run.args_file, text, private=True)  # it has what the user wrote, passwords of URLs too
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, and creates its folder. Raises LaunchError if it cannot be written."""
+def write_text(path: Path, text: str, private: bool = False) -> None:
+    """Writes a file, and creates its folder. Raises LaunchError if it cannot be written.
+
+    private: only the user may read it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if private:
+            path.touch(0o600)
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise LaunchError(f"{path}: cannot be written ({problem.strerror}); set another log_dir") from None

@@ -3,8 +3,9 @@
 import json
 from abc import ABCMeta
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.neox_arguments.addresses import without_secrets_inside
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.keys.data import DataKeys, TokenizerKeys
 from megatron.neox_arguments.keys.deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
@@ -45,6 +46,17 @@ class ResolvedArgs(
         """Returns JSON from which `from_json` makes the same object in another process."""
         state = {"given": self.user_values, "origins": self.origins, "config_files": self.config_files}
         return json.dumps({**state, "world_size": self.world_size}, indent=1)
+
+    @property
+    def public_values(self) -> dict[str, Any]:
+        """The keys that the user set, as JSON values, without the secrets of URLs: for files that others may
+        read."""
+        return without_secrets_inside(json.loads(json.dumps(self.user_values)))
+
+    @property
+    def public_config_files(self) -> dict[str, str]:
+        """The texts of the configuration files by path, without the secrets of URLs."""
+        return without_secrets_inside(self.config_files)
 
     @property
     def data_parallel_size(self) -> int:

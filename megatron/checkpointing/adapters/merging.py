@@ -158,7 +158,7 @@ def _saved_config(base: BaseWeights, source: AdapterSource) -> dict[str, Any]:
     if manifest is not None:
         config = dict(manifest.config)
     else:
-        config = json.loads(source.args.replace(lora=None).to_json())["given"]
+        config = source.args.replace(lora=None).public_values
     sizes = {"model_parallel_size": 1, "pipe_parallel_size": 1}
     return {**config, **sizes, "padded_vocab_size": source.args.padded_vocab_size}
 

@@ -84,8 +84,8 @@ def _fact_table(facts: Mapping[str, Any]) -> str:
 
 def _configuration(args: NeoXArgs) -> str:
     """Returns the section with the configuration of the training."""
-    texts = {PurePath(name).name: text for name, text in args.config_files.items()}
-    texts = texts or {"configuration.json": json.dumps(json.loads(args.to_json())["given"], indent=1)}
+    texts = {PurePath(name).name: text for name, text in args.public_config_files.items()}
+    texts = texts or {"configuration.json": json.dumps(args.public_values, indent=1)}
     kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
     parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
     return "## Training configuration\n\n" + "\n\n".join(parts) + "\n"

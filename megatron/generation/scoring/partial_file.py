@@ -20,7 +20,7 @@ def job_fingerprint(args: NeoXArgs, sources: Sequence[str], files: Iterable[Path
     paths = [path for folder in sources for path in sorted(Path(folder).iterdir()) if path.is_file()]
     paths += files
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    content = json.dumps([json.loads(args.to_json())["given"], states])
+    content = json.dumps([args.public_values, states])
     return hashlib.sha256(content.encode()).hexdigest()[:_LENGTH]
 
 

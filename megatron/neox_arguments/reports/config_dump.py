@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import Key, keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
@@ -73,6 +74,7 @@ def arguments_dump(args: ResolvedArgs) -> str:
             continue
         value = getattr(args, name)
         row = f"  {name} {'.' * (32 - len(name))} {thaw(value)}".replace("\n", "\\n")
+        row = without_secrets(row)
         row += "." * (64 - len(row)) + ("default" if value == key.default else "updated")
         rows.append(row)
     rows = sorted(sorted(rows), key=lambda row: row[-7:], reverse=True)

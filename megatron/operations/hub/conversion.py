@@ -45,7 +45,7 @@ def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> Non
         export_hf(checkpoint, args, partial, tokenizer=tokenizer is None)
         if tokenizer is not None:
             add_tokenizer(partial, tokenizer)
-    configured_keys = json.loads(args.to_json())["given"]
+    configured_keys = args.public_values
     (partial / CONFIG).write_text(json.dumps(configured_keys, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     rewrite_card(checkpoint, partial, {})
     partial.rename(output)

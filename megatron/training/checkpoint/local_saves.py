@@ -87,7 +87,7 @@ class LocalSaves:
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> None:
         self.args, self.groups, self.logger = args, groups, logger
-        self._user_keys: Mapping[str, object] = json.loads(args.to_json())["given"]
+        self._user_keys: Mapping[str, object] = args.public_values
         self.folder = _folder(args)
         machines = run_on_all_ranks(groups, lambda: _machine(args, self.folder))
         leader_of = [machines.index(machine) for machine in machines]  # the lowest rank with the same folder

@@ -1,6 +1,5 @@
 """Loads what a run starts or resumes from, in every parallel layout. `writer.py` saves checkpoints."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +40,7 @@ from megatron.model.quantized import take_quantized
 from megatron.model.weight_map import adapter_params, base_params
 from megatron.mpu import DTYPES, ParamSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.training.checkpoint.base_weights import base_source, begin_adapters, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
 from megatron.training.checkpoint.local_saves import LocalSaves
@@ -303,9 +303,9 @@ class CheckpointLoader:
             self.origin = replace(self.origin, saved_at=None if self._is_copy(path) else iteration)
             if manifest is not None:
                 self.origin = replace(self.origin, run_id=manifest.run_id)
-                changed = _changed(manifest.config, json.loads(args.to_json())["given"]) if manifest.config else []
+                changed = _changed(manifest.config, args.public_values) if manifest.config else []
                 if changed:
-                    self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
+                    self.logger.info(without_secrets(f"keys changed since that checkpoint: {'; '.join(changed)}"))
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
         return TrainingProgress(
             iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})),

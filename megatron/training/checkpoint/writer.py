@@ -1,6 +1,5 @@
 """Writes the checkpoints of a run, in the file formats of `megatron.checkpointing`."""
 
-import json
 import math
 import platform
 import shutil
@@ -139,7 +138,7 @@ class CheckpointWriter:
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
             if self._store is not None:  # each machine has a folder of its own
                 run_on_all_ranks(self.groups, lambda: temporary.mkdir(parents=True, exist_ok=True))
-        manifest, configs, states = self.manifest(progress), args.config_files, self.states(progress, ephemeral)
+        manifest, configs, states = self.manifest(progress), args.public_config_files, self.states(progress, ephemeral)
         keep = Retention(args.keep_last_n_checkpoints, args.keep_checkpoints_every, args.keep_best_n_checkpoints)
 
         def finish(records: list[list[FileRecord]]) -> None:
@@ -290,7 +289,7 @@ class CheckpointWriter:
             else {},
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            config=json.loads(self.args.to_json())["given"],
+            config=self.args.public_values,
             optimizer=not self.args.compat_no_save_optim,
             validation_loss=None if not math.isfinite(loss) else loss,
             engine=self.engine.name,

@@ -187,7 +187,7 @@ def build_loggers(
     metadata: shown by trackers next to the configuration. say: takes one warning from each logger that cannot
     write any more. Raises ConfigError if a folder cannot be written or a tracker does not start.
     """
-    config = {**json.loads(args.to_json())["given"], **metadata}
+    config = {**args.public_values, **metadata}
     if rank > 0:
         return [WandbLogger(args, run_id, rank, config)] if args.use_wandb and args.wandb_init_all_ranks else []
     rows = build_jsonl(args, METRICS_FILE, iteration, run_id, say)
