@@ -79,11 +79,13 @@ def layer_files(path: str | Path, names: Iterable[str] | None = None) -> dict[tu
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
 
-def optimizer_files(path: str | Path) -> dict[tuple[int, int], Path]:
+def optimizer_files(path: str | Path, names: Iterable[str] | None = None) -> dict[tuple[int, int], Path]:
     """Returns all files of optimizer state in a checkpoint directory, by (NeoX layer index, tensor rank).
 
-    Returns {} for a checkpoint that GPT-NeoX wrote, because its files have other names."""
-    matches = ((_OPTIMIZER.fullmatch(p.name), p) for p in Path(path).iterdir())
+    Returns {} for a checkpoint that GPT-NeoX wrote, because its files have other names. names: of the
+    checkpoint's files; None: of those that are there."""
+    paths = Path(path).iterdir() if names is None else (Path(path) / name for name in names)
+    matches = ((_OPTIMIZER.fullmatch(p.name), p) for p in paths)
     return {(int(m[1]), int(m[2])): p for m, p in matches if m}
 
 

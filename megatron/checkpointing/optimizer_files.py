@@ -31,7 +31,8 @@ class OptimizerFiles:
     def __init__(self, checkpoint: str | Path | OpenCheckpoint) -> None:
         self._source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else OpenCheckpoint(checkpoint)
         self.path = self._source.path
-        self.files = optimizer_files(self.path)
+        manifest = self._source.manifest  # of a copy on a machine (`local_save`) only some layers are there
+        self.files = optimizer_files(self.path, None if manifest is None else manifest.files)
         self.tensor_size = max((rank for _, rank in self.files), default=-1) + 1
         self._open: tuple[int, list[Mapping[str, Any]]] = (-1, [])
 

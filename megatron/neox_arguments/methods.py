@@ -76,6 +76,7 @@ class MethodDeclaration:
     prompts_key, prompt_files: the key that names files of prompts, used instead of a training set; these
     files.
     order_keys: keys that decide the order of prompts, with their values.
+    splits_micro_batches: whether a step in smaller micro-batches has the same loss.
     eager_reason: why `compile: auto` does not compile blocks; None: it may compile them.
     has_second_model: whether a model with other layers reads the micro-batches, too.
     is_planned: whether `deepy.py plan` can plan its steps: passes of micro-batches, and the update.
@@ -97,6 +98,7 @@ class MethodDeclaration:
     prompts_key: str = ""
     prompt_files: Callable[[Any], tuple[str, ...]] = lambda args: ()
     order_keys: Callable[[Any], dict[str, Any]] = lambda args: {}
+    splits_micro_batches: Callable[[Any], bool] = lambda args: True
     eager_reason: Callable[[Any], str | None] = lambda args: None
     has_second_model: bool = False
     is_planned: bool = False

@@ -79,6 +79,7 @@ def eval_words(pipeline: Pipeline, stage: Stage, options: Options, checkpoint: P
     folder = checkpoint.parent.relative_to(pipeline.folder)
     pairs = [
         f"load={folder}", f"iteration={checkpoint.name.removeprefix('global_step')}", "save=null", "finetune=false",
+        "local_save=null", "local_save_interval=0", "on_out_of_memory=stop",
         f"log_dir=logs/{stage.name}_evaluation", f"eval_output_dir=logs/{stage.name}_evaluation",
         f"eval_results_prefix={prefix}", "use_wandb=false", "tensorboard_dir=null",
     ]  # fmt: skip

@@ -108,6 +108,8 @@ def _close_completed_run(training: Training, callbacks: Sequence[Callback]) -> N
     if not ended_as(training, "finished"):  # else status.json keeps the time at which the run finished
         write_status(training, "finished", None)
     say_ending(training, "finished", None)
+    if (local := training.local_saves) is not None and local.is_leader:
+        local.remove()
     everyone = (*training.user_callbacks, *callbacks)
     with ExitStack() as closing:  # which closes the others too, if one raises
         for callback in reversed(everyone):

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from megatron.checkpointing import list_checkpoints
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import FrozenDict
@@ -36,7 +37,14 @@ def pieces(args: NeoXArgs) -> int:
 
 def read_split_steps(training: Training) -> frozenset[int]:
     """Returns the steps of this run that are taken in smaller micro-batches. All ranks call it together."""
-    steps = on_rank_zero(training.groups, lambda: frozenset(_read(training)))
+
+    def read() -> frozenset[int]:
+        steps = _read(training)
+        if steps:  # a run that began anew has another id now
+            _write(training, steps)
+        return frozenset(steps)
+
+    steps = on_rank_zero(training.groups, read)
     if coming := sorted(step for step in steps if step > training.iteration):
         names = ", ".join(map(str, coming))
         training.logger.info(
@@ -57,10 +65,8 @@ def after_out_of_memory(training: Training, problem: OutOfMemoryError) -> OutOfM
     if step in training.loop.split_steps:
         return OutOfMemoryError(f"{problem}\non_out_of_memory: step {step} was split already, so the run ends")
     steps = sorted({*_read(training), step})
-    draft = Path(args.save_dir) / f".{FILE}_{training.groups.world_rank}"  # several ranks may write at once
     try:
-        draft.write_text(json.dumps({"run_id": training.run_id, "steps": steps}))
-        os.replace(draft, draft.with_name(FILE))
+        _write(training, steps)
     except OSError as failure:
         return OutOfMemoryError(f"{problem}\non_out_of_memory: {args.save_dir}/{FILE}: {failure.strerror}")
     rows = (args.train_micro_batch_size_per_gpu or 1) // pieces(args)
@@ -75,4 +81,11 @@ def _read(training: Training) -> list[int]:
     saved = read_fields(Path(training.args.save_dir or "") / FILE, _SHAPE, problems)
     for line in problems.lines():
         training.logger.warning(line)
-    return saved.get("steps") or [] if saved.get("run_id") == training.run_id else []
+    is_of_this_run = saved.get("run_id") == training.run_id or not list_checkpoints(training.args.save_dir or "")
+    return saved.get("steps") or [] if is_of_this_run else []
+
+
+def _write(training: Training, steps: list[int]) -> None:
+    draft = Path(training.args.save_dir or "") / f".{FILE}_{training.groups.world_rank}"  # several ranks may write
+    draft.write_text(json.dumps({"run_id": training.run_id, "steps": steps}))
+    os.replace(draft, draft.with_name(FILE))

@@ -75,6 +75,12 @@ def test_the_next_start_splits_the_step(layout: str, tmp_path: Path) -> None:
     assert [row["runtime/split_steps"] for row in rows] == [0, 0, 1, 1, 1]
 
 
+def test_a_run_without_a_checkpoint_splits_too(tmp_path: Path) -> None:
+    values = values_of(tmp_path, checkpoint_factor=100)
+    runs = [run_ranks(run_with_little_memory, 1, values, 2)[0] for _ in range(2)]
+    assert [code for _, code, _ in runs] == [75, 0] and runs[1][2][FULL_STEP - 1] == [2] * 4
+
+
 def test_a_second_lack_of_memory_ends_the_run(tmp_path: Path) -> None:
     values = values_of(tmp_path)
     codes = [run_ranks(run_with_little_memory, 1, values, 1)[0][1] for _ in range(2)]
@@ -102,7 +108,15 @@ def test_a_damaged_file_splits_nothing(content: str, tmp_path: Path) -> None:
     assert code == 0 and sizes[0] == [4, 4]
 
 
-@pytest.mark.parametrize("change", [{"save": None}, {"engine": "deepspeed"}], ids=str)
+REFUSED: dict[str, dict[str, Any]] = {
+    "no save": {"save": None},
+    "deepspeed": {"engine": "deepspeed"},
+    "unlearning": {"ga_dataset": "b", "ga_interval": 2, "ga_iters": 1},
+    "rotated answers": {"train_impl": "kto", "pack_impl": "unpacked", "kto_kl": "rotated"},
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_refusals(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on_out_of_memory"):
         begin(values_of(tmp_path, **change))

@@ -13,6 +13,11 @@ def _mismatched_answers(args: Any) -> Literal["drawn", "rotated"] | None:
     return keys.kto_kl if has_kl else None
 
 
+def _splits_micro_batches(args: Any) -> bool:
+    keys = KTOKeys.read_from(args)
+    return not keys.compat_kto and _mismatched_answers(args) != "rotated"
+
+
 def _sample_keys(args: Any) -> list[str]:
     keys = KTOKeys.read_from(args)
     return [keys.kto_loss_type, keys.kto_kl, str(keys.compat_kto)]
@@ -23,6 +28,7 @@ METHOD = MethodDeclaration(
     impl=TrainImpl("kto", "answers", "kto_loss_type", LOSSES),
     keys=KTOKeys,
     mismatched_answers=_mismatched_answers,
+    splits_micro_batches=_splits_micro_batches,
     sample_keys=_sample_keys,
     finetuned_rows="judged",
 )

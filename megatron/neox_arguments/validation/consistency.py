@@ -267,10 +267,17 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("local_save", "and local_save_interval need each other; set both, or neither")
     if args.local_save is not None and (args.save is None or is_remote(args.save)):
         problems.add("local_save", "needs save, a folder that all machines share: copies go on from its run; set it")
+    if args.local_save is not None and is_remote(args.local_save):
+        problems.add("local_save", "is a folder on each machine, not an address; set one, such as /dev/shm/$USER")
+    if args.local_save is not None and args.compat_no_save_optim:
+        problems.add("local_save", "needs the optimizer's state, without which no run goes on; remove one of the keys")
     if args.on_out_of_memory == "split" and (args.save is None or is_remote(args.save)):
         problems.add("on_out_of_memory", "split needs save, a folder for the step's number; set it, or write stop")
-    if args.on_out_of_memory == "split" and declaration_of(args).prompts_key:
-        problems.add("on_out_of_memory", "split cannot split micro-batches that the run itself generates; write stop")
+    method = declaration_of(args)
+    if args.on_out_of_memory == "split" and (method.prompts_key or method.sets):
+        problems.add("on_out_of_memory", "split cannot split steps that do not read the training set; write stop")
+    if args.on_out_of_memory == "split" and not method.splits_micro_batches(args):
+        problems.add("on_out_of_memory", "split would change the loss, which compares rows of a batch; write stop")
     if args.save_hf is not None and args.save is None:
         problems.add("save_hf", "needs save, the folder in which the HuggingFace model is written")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):

@@ -51,12 +51,14 @@ def ended_as(training: Training, status: str) -> bool:
 def write_stopped_start(args: NeoXArgs, rank: int, reason: str) -> None:
     """Write the status `stopped` for a run that was stopped before its model was built. Only rank 0 writes.
 
-    Iteration and run id stay those of the last status.json, if the run has a checkpoint from which to resume.
+    Iteration and run id stay those of the last status.json, if the run has a checkpoint from which to resume,
+    or may have copies (`local_save`).
     """
     if rank != 0 or args.save_dir is None:
         return
     folder = Path(args.save_dir)
-    saved = read_status(folder, Problems()) if read_latest(folder) is not None else {}
+    can_resume = args.local_save is not None or read_latest(folder) is not None
+    saved = read_status(folder, Problems()) if can_resume else {}
     state = {"iteration": 0, "train_iters": args.train_iters, **saved, "status": "stopped", "reason": reason}
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / STATUS, (json.dumps({**state, "phase": None, **_process()}, indent=1) + "\n").encode())

@@ -11,12 +11,14 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,17 +27,23 @@ from megatron.checkpointing import (
     DamagedError,
     Manifest,
     NonFiniteStateError,
+    OpenCheckpoint,
     list_checkpoints,
+    read_latest,
     read_manifest,
     readable_size,
     replace_file,
+    step_of,
     step_tag,
 )
 from megatron.checkpointing.layout import layer_of
 from megatron.checkpointing.manifest import MANIFEST
-from megatron.distributed import on_rank_zero, run_on_all_ranks
+from megatron.data.files import sha256
+from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.distributed.file_transfer import Transfer, transfer_files
+from megatron.distributed.startup_checks import configuration
 from megatron.mpu import ParallelGroups
+from megatron.mpu.memory import free_host_memory
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.process.run_files import Problems, read_status
@@ -44,39 +52,37 @@ from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.checkpoint.writer import CheckpointWriter
 
-USER_KEYS = "user_keys.json"  # the keys that the user set
+START = "start.json"  # what a copy is of: the configuration, and the last checkpoint before it
+_START_KEYS = ("restart", "iteration")  # choose how a run starts; dropped once it has saved
+T = TypeVar("T")
 _SHARED_LAYERS = (0, 2)  # of tied embeddings, and of tables that all blocks share
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy, parts of which are on several machines.
+    """A copy, or the part of it that one machine has.
 
-    text: of its manifest.json. names: by the leader of each machine, the files there that have the right
-    size.
+    step: its iteration. manifest: SHA-256 of its manifest.json. num_files: in the manifest. files: bit i is
+    set if the i-th file, by name, is there in its right size.
     """
 
-    text: str
-    manifest: Manifest
-    names: Mapping[int, frozenset[str]]
+    step: int
+    manifest: str
+    num_files: int
+    files: int
+
+    @property
+    def is_complete(self) -> bool:
+        return self.files == (1 << self.num_files) - 1
 
 
-_Held = Mapping[str, frozenset[str]]
-"""The copies on one machine: {text of its manifest: names of the files that have the right size}."""
-
-
-def _grouped_copies(held: Sequence[_Held]) -> list[_Copy]:
-    """Returns the copies on all machines, the latest step first. held: by rank."""
-    texts = {text for copies in held for text in copies}
-    copies = [
-        _Copy(text, Manifest.from_json(text), {rank: names[text] for rank, names in enumerate(held) if text in names})
-        for text in sorted(texts)
-    ]
-    return sorted(copies, key=lambda copy: copy.manifest.iteration, reverse=True)
-
-
-def _is_complete(copy: _Copy) -> bool:
-    return not copy.manifest.files.keys() - set().union(*copy.names.values())
+def _joined(parts: Sequence[Sequence[_Copy]]) -> list[_Copy]:
+    """Returns the copies of which machines have parts, the latest step first. parts: of each machine."""
+    copies: dict[str, _Copy] = {}
+    for part in (part for of_machine in parts for part in of_machine):
+        joined_files = part.files | copies[part.manifest].files if part.manifest in copies else part.files
+        copies[part.manifest] = replace(part, files=joined_files)
+    return sorted(copies.values(), key=lambda copy: (-copy.step, copy.manifest))
 
 
 class LocalSaves:
@@ -87,7 +93,10 @@ class LocalSaves:
 
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> None:
         self.args, self.groups, self.logger = args, groups, logger
-        self._user_keys: Mapping[str, object] = args.public_values
+        self._configuration = {
+            path: value for path, value in configuration(args).items() if path.partition(".")[0] not in _START_KEYS
+        }
+        self._warned: set[str] = set()
         self.folder = _folder(args)
         machines = run_on_all_ranks(groups, lambda: _machine(args, self.folder))
         leader_of = [machines.index(machine) for machine in machines]  # the lowest rank with the same folder
@@ -108,26 +117,53 @@ class LocalSaves:
         source: from `choose_source`, what the run would start from without a copy.
         """
         if self.args.restart or self.args.iteration is not None:
+            self._remove_copies()  # of steps that this start goes back from
             return source
         run_id, durable_step = on_rank_zero(self.groups, lambda: self._run_of(source))
-        held = run_on_all_ranks(self.groups, lambda: self._copies(run_id, durable_step) if self.is_leader else {})
-        newest = next(filter(_is_complete, _grouped_copies(held)), None)
+        parts = run_on_all_ranks(self.groups, lambda: self._parts(run_id, durable_step) if self.is_leader else [])
+        newest = next((copy for copy in _joined(parts) if copy.is_complete), None)
         if newest is None:
             return source
-        path = self.folder / step_tag(newest.manifest.iteration)
-        if problem := self._unlike(path, newest.manifest):
+        holders = {rank: part for rank, held in enumerate(parts) for part in held if part.manifest == newest.manifest}
+        path = self.folder / step_tag(newest.step)
+        text = self._from_rank(min(holders), lambda: (path / MANIFEST).read_text())
+        start = self._from_rank(min(holders), lambda: json.loads((path / START).read_text()))
+        if problem := self._unlike(start, durable_step):
             self.logger.info(f"local_save: the copy {path} is not used: {problem}")
             return source
-        self._manifest = newest.manifest
-        self._names = {leader: set(newest.names.get(leader, ())) for leader in self.leaders}
-        small_files = [name for name in self._manifest.files if layer_of(name) is None]
-        self._share(path, {leader: small_files for leader in self.leaders})
-        run_on_all_ranks(self.groups, lambda: self._write_manifest(path, newest.text) if self.is_leader else None)
+        manifest = self._manifest = Manifest.from_json(text)
+        names = sorted(manifest.files)
+        self._names = {leader: set[str]() for leader in self.leaders}
+        for rank, part in holders.items():
+            self._names[rank] = {name for i, name in enumerate(names) if part.files >> i & 1}
+        small_files = [name for name in names if layer_of(name) is None]
+        try:
+            self._share(path, {leader: small_files for leader in self.leaders})
+            run_on_all_ranks(
+                self.groups, lambda: self._adopt(path, text, start, small_files) if self.is_leader else None
+            )
+        except DamagedError as problem:
+            self.logger.warning(f"{problem}; local_save: the copy is not used")
+            return source
         return CheckpointSource(path, True, fallback=source)
 
-    def _write_manifest(self, path: Path, text: str) -> None:
+    def _adopt(self, path: Path, text: str, start: Mapping[str, Any], small_files: Sequence[str]) -> None:
+        """Writes the manifest of the chosen copy, and checks the files that are read before its weights."""
         path.mkdir(exist_ok=True)
+        replace_file(path / START, json.dumps(start).encode())
         replace_file(path / MANIFEST, text.encode())
+        OpenCheckpoint(path).verify(small_files)
+
+    def _from_rank(self, rank: int, read: Callable[[], T]) -> T:
+        """Returns the result of `read` on a rank, on all ranks. One broadcast: manifests may be large."""
+        result = [run_on_each_rank(self.groups, lambda: read() if self.groups.world_rank == rank else None)]
+        if self.groups.world_size > 1:
+            dist.broadcast_object_list(result, src=rank)
+        return result[0]  # type: ignore[return-value]
+
+    def _remove_copies(self) -> None:
+        for path in list_checkpoints(self.folder) if self.is_leader else ():
+            shutil.rmtree(path, ignore_errors=True)
 
     def _run_of(self, source: CheckpointSource) -> tuple[str | None, int]:
         """Returns the id of the run in `save`, and the step of its last checkpoint there, or -1."""
@@ -137,34 +173,33 @@ class LocalSaves:
         saved = read_status(Path(self.args.save_dir or ""), Problems())
         return saved.get("run_id"), -1
 
-    def _copies(self, run_id: str | None, durable_step: int) -> _Held:
-        """Returns the copies of a run on this machine that are later than a step."""
-        copies = {}
+    def _parts(self, run_id: str | None, durable_step: int) -> list[_Copy]:
+        """Returns what this machine has of the copies of a run that are later than a step."""
+        parts = []
         for path in list_checkpoints(self.folder):
-            with suppress(DamagedError, OSError):
+            with suppress(DamagedError, OSError, ValueError):
+                json.loads((path / START).read_text())
                 manifest = read_manifest(path)
                 if manifest is not None and manifest.run_id == run_id and manifest.iteration > durable_step:
-                    names = (name for name, file in manifest.files.items() if _has_size(path / name, file.size))
-                    copies[(path / MANIFEST).read_text()] = frozenset(names)
-        return copies
+                    records = sorted(manifest.files.items())
+                    files = sum(_has_size(path / name, file.size) << i for i, (name, file) in enumerate(records))
+                    parts.append(_Copy(manifest.iteration, sha256(path / MANIFEST), len(records), files))
+        return parts
 
-    def _unlike(self, path: Path, manifest: Manifest) -> str | None:
-        """Returns why a copy does not serve this start; None if it does. All ranks call it together."""
-        changed_by_rank = run_on_all_ranks(self.groups, lambda: self._changed_keys(path) if self.is_leader else [])
-        if changed := sorted({key for keys in changed_by_rank for key in keys}):
+    def _unlike(self, start: Mapping[str, Any], durable_step: int) -> str | None:
+        """Returns why a copy does not serve this start; None if it does. start: content of its START."""
+        saved, now = start["configuration"], self._configuration
+        if changed := sorted(key for key in {**now, **saved} if now.get(key) != saved.get(key)):
             return f"{', '.join(changed)} changed since"
-        groups, layout = self.groups, manifest.layout
-        saved = (layout.pipe, layout.data, layout.context, layout.tensor)
-        now = tuple(groups.size(axis) for axis in ("pipe", "data", "context", "tensor"))
-        return None if saved == now else f"it is of {layout.world_size} ranks in another layout"
+        if start["ranks"] != self._ranks:
+            return f"it is of {start['ranks']} ranks (pipeline, data, context, tensor), not {self._ranks}"
+        if start["durable_step"] > durable_step:
+            return f"save has gone back from step {start['durable_step']} since"
+        return None
 
-    def _changed_keys(self, path: Path) -> list[str]:
-        try:
-            saved = json.loads((path / USER_KEYS).read_text())
-        except (OSError, ValueError):  # this machine has no copy
-            return []
-        now = self._user_keys
-        return [key for key in {**now, **saved} if now.get(key) != saved.get(key)]
+    @property
+    def _ranks(self) -> list[int]:
+        return [self.groups.size(axis) for axis in ("pipe", "data", "context", "tensor")]
 
     def collect(self, path: Path, layers: Iterable[int]) -> list[str]:
         """Fetches from other machines what this machine lacks of the chosen copy; returns the names of all
@@ -202,7 +237,10 @@ class LocalSaves:
             for name in needed_names[leader]
             if name not in self._names[leader]
         ]
-        self._transfer(transfers, path)
+        try:
+            self._transfer(transfers, path)
+        except OSError as problem:
+            raise DamagedError(f"{path}: its files could not be fetched ({problem.strerror})") from problem
         for transfer in transfers:
             self._names[transfer.target].add(transfer.name)
         if transfers:
@@ -235,12 +273,13 @@ class LocalSaves:
 
         def check() -> None:
             present = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-            free = shutil.disk_usage(self.folder).free + present
+            free = _free(self.folder) + present
             if free < 2 * size:
                 raise self.args.error(
                     "local_save",
-                    f"{self.folder} has {readable_size(free)} free, but two copies of {readable_size(size)} must fit "
-                    "there, a new one beside the last; choose another folder, or remove the key",
+                    f"{self.folder} on {platform.node()} has {readable_size(free)} free, but two copies of "
+                    f"{readable_size(size)} must fit there, a new one beside the last; choose another folder, or "
+                    "remove the key",
                 )
 
         run_on_all_ranks(self.groups, lambda: check() if self.is_leader else None)
@@ -274,15 +313,23 @@ class LocalSaves:
                 for record in per_rank
             ]
             self._transfer(transfers, temporary)
-            run_on_all_ranks(groups, lambda: self._publish(temporary, path, text) if self.is_leader else None)
+            latest = on_rank_zero(groups, lambda: read_latest(self.args.save or ""))
+            start = {
+                "configuration": self._configuration,
+                "ranks": self._ranks,
+                "durable_step": -1 if latest is None else step_of(latest),
+            }
+            run_on_all_ranks(groups, lambda: self._publish(temporary, path, text, start) if self.is_leader else None)
         except NonFiniteStateError:
             raise
         except (OSError, CheckpointError) as problem:
             reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-            self.logger.warning(
-                f"local_save: step {progress.iteration} could not be written to {self.folder} ({reason}); the copy "
-                "before it stays"
-            )
+            if reason not in self._warned:
+                self._warned.add(reason)
+                self.logger.warning(
+                    f"local_save: the copy of step {progress.iteration} could not be written on a machine ({reason}); "
+                    "the copy before it stays"
+                )
             if self.is_leader:
                 shutil.rmtree(temporary, ignore_errors=True)
             return
@@ -296,8 +343,8 @@ class LocalSaves:
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    def _publish(self, temporary: Path, path: Path, manifest: str) -> None:
-        replace_file(temporary / USER_KEYS, json.dumps(self._user_keys).encode())
+    def _publish(self, temporary: Path, path: Path, manifest: str, start: Mapping[str, Any]) -> None:
+        replace_file(temporary / START, json.dumps(start).encode())
         replace_file(temporary / MANIFEST, manifest.encode())
         shutil.rmtree(path, ignore_errors=True)  # of an earlier start, which was at this step, too
         os.rename(temporary, path)
@@ -323,7 +370,10 @@ def _machine(args: NeoXArgs, folder: Path) -> str:
     """
     mark, draft = folder / ".machine", folder / f".machine_{uuid.uuid4().hex}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise args.error("local_save", f"{folder} belongs to another user; choose another folder")
         draft.write_text(draft.name)
         with suppress(FileExistsError):
             os.link(draft, mark)
@@ -336,3 +386,10 @@ def _machine(args: NeoXArgs, folder: Path) -> str:
 
 def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
+
+
+def _free(folder: Path) -> int:
+    """Returns the bytes that fit into a folder: of one in memory, no more than the memory that is free."""
+    free, memory = shutil.disk_usage(folder).free, Path("/dev/shm")
+    is_in_memory = memory.is_dir() and memory.stat().st_dev == folder.stat().st_dev
+    return min(free, free_host_memory(free)) if is_in_memory else free

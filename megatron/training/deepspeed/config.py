@@ -87,7 +87,8 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
         yield f"{args.origin('optimizer.type')}: {name} runs on the native engine only; write engine: native"
     if args.on_out_of_memory == "split":
         place = f"{args.origin('on_out_of_memory')}: on_out_of_memory: split"
-        yield f"{place}: DeepSpeed takes an equal number of micro-batches in each step; write engine: native, or stop"
+        fix = "write engine: native, or on_out_of_memory: stop"
+        yield f"{place}: DeepSpeed takes an equal number of micro-batches in each step; {fix}"
     if args.expert_parallel_size > 1:
         key = "expert_parallel_size"
         size = args.expert_parallel_size

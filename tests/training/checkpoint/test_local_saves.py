@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.checkpointing import list_checkpoints
 from megatron.launch import process_info
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import start, train
+from megatron.training.builtin_callbacks.status import write_stopped_start
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, NEOX, before_steps, begin, bit_equal, cells, config, output_of_run, run_to_end
 
@@ -102,10 +104,16 @@ LAYOUTS = {
     "pp2, two machines": (2, 2, {"pipe_parallel_size": 2}),
     "dp3, three machines": (3, 3, {"train_batch_size": 6}),
     "deepspeed, dp2 ZeRO 1": (2, 2, {"engine": "deepspeed", "zero_optimization": {"stage": 1}}),
+    "pp3, frozen stages": (3, 3, {"pipe_parallel_size": 3, "num_layers": 3, "trainable": {"last_layers": 1}}),
+    "async saves": (2, 2, {"async_save": True}),
 }
 
 
-@pytest.mark.parametrize("layout", cells(["one rank", "pp2, two machines"], list(LAYOUTS)[1:3] + list(LAYOUTS)[4:]))
+OTHER_LAYOUTS = ["dp2 ZeRO 1, two machines", "tp2 dp2 ZeRO 3, two machines", "dp3, three machines",
+                 "deepspeed, dp2 ZeRO 1", "async saves"]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cells(["one rank", "pp2, two machines", "pp3, frozen stages"], OTHER_LAYOUTS))
 def test_goes_on_from_the_last_step_with_a_copy(layout: str, tmp_path: Path) -> None:
     ranks, machines, keys = LAYOUTS[layout]
     values = lose_run(tmp_path, ranks, machines, **keys)
@@ -145,10 +153,61 @@ def test_goes_on_from_save_without_a_good_copy(harm: str, tmp_path: Path) -> Non
     [({"lr_decay_iters": 99}, "lr_decay_iters"), ({"restart": True}, "freshly"), ({"iteration": 4}, "global_step4")],
     ids=["another key", "restart", "iteration"],
 )
-def test_other_starts_leave_the_copy(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_other_starts_do_not_use_the_copy(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     values = lose_run(tmp_path, 1, 1) | change
     output = run_ranks(on_machines, 1, 1, output_of_run, values)[0]
     assert words in output and f"going on from {disk(tmp_path, 0)}" not in output
+
+
+def test_launch_settings_may_change(tmp_path: Path) -> None:
+    values = lose_run(tmp_path, 1, 1) | {"master_port": 4321, "log_dir": str(tmp_path / "logs"), "max_restarts": 7}
+    output = run_ranks(on_machines, 1, 1, output_of_run, values)[0]
+    assert f"going on from {disk(tmp_path, 0)}" in output
+
+
+def test_a_copy_of_the_first_start_serves_the_next(tmp_path: Path) -> None:
+    """`restart` and `iteration` are dropped after the first save."""
+    values = lose_run(tmp_path, 1, 1, restart=True)
+    output = run_ranks(on_machines, 1, 1, output_of_run, values | {"restart": False})[0]
+    assert f"going on from {disk(tmp_path, 0)}" in output
+
+
+def test_a_save_that_goes_back_leaves_the_copy(tmp_path: Path) -> None:
+    values = lose_run(tmp_path, 1, 1, checkpoint_factor=2)
+    shutil.rmtree(tmp_path / "save" / "global_step4")
+    (tmp_path / "save" / "latest").write_text("global_step2")
+    output = run_ranks(on_machines, 1, 1, output_of_run, values)[0]
+    assert "step 4" in output and f"going on from {tmp_path}/save/global_step2" in output
+
+
+def test_a_stop_during_the_start_leaves_the_run(tmp_path: Path) -> None:
+    values = lose_run(tmp_path, 1, 1, checkpoint_factor=100)
+    write_stopped_start(NeoXArgs.from_dict(values), 0, "SIGUSR1")
+    assert_resumes(values, tmp_path, 1, 1, f"global_step{LOST - 1}")
+
+
+def test_a_damaged_small_file_is_not_carried_on(tmp_path: Path) -> None:
+    values = lose_run(tmp_path, 1, 1)
+    (file,) = disk(tmp_path, 0).rglob("tokenizer.json")
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    output = assert_resumes(values, tmp_path, 1, 1, str(tmp_path / "save" / "global_step4"))
+    assert "tokenizer.json (checksum)" in output
+
+
+def test_a_finished_run_removes_what_is_left(tmp_path: Path) -> None:
+    values = lose_run(tmp_path, 1, 1)
+    shutil.copytree(tmp_path / "disk0", tmp_path / "left")
+    run_ranks(on_machines, 1, 1, resume, values)
+    shutil.copytree(tmp_path / "left", tmp_path / "disk0", dirs_exist_ok=True)
+    output = run_ranks(on_machines, 1, 1, resume, values)[0][0]
+    assert "nothing left to do" in output and not list((tmp_path / "disk0").iterdir())
+
+
+def test_nobody_else_reads_a_copy(tmp_path: Path) -> None:
+    lose_run(tmp_path, 1, 1)
+    assert stat.S_IMODE(disk(tmp_path, 0).stat().st_mode) == 0o700
 
 
 def test_a_deleted_run_leaves_its_copy(tmp_path: Path) -> None:
@@ -212,7 +271,8 @@ def test_no_room_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: p
     ("change", "key"),
     [
         ({"local_save_interval": 0}, "local_save_interval"), ({"save": None}, "save"),
-        ({"save": "s3://bucket/run"}, "save"),
+        ({"save": "s3://bucket/run"}, "save"), ({"local_save": "s3://bucket/run"}, "address"),
+        ({"compat_no_save_optim": True}, "optimizer"),
     ],
 )  # fmt: skip
 def test_refused_keys(change: dict[str, Any], key: str, tmp_path: Path) -> None:
