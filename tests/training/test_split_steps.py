@@ -75,7 +75,7 @@ def test_the_next_start_splits_the_step(layout: str, tmp_path: Path) -> None:
     assert [row["runtime/split_steps"] for row in rows] == [0, 0, 1, 1, 1]
 
 
-def test_a_run_without_a_checkpoint_splits_too(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     values = values_of(tmp_path, checkpoint_factor=100)
     runs = [run_ranks(run_with_little_memory, 1, values, 2)[0] for _ in range(2)]
     assert [code for _, code, _ in runs] == [75, 0] and runs[1][2][FULL_STEP - 1] == [2] * 4

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ class _Copy:
 def _joined(parts: Sequence[Sequence[_Copy]]) -> list[_Copy]:
     """Returns the copies of which machines have parts, the latest step first. parts: of each machine."""
     copies: dict[str, _Copy] = {}
-    for part in (part for of_machine in parts for part in of_machine):
+    for part in chain.from_iterable(parts):
         joined_files = part.files | copies[part.manifest].files if part.manifest in copies else part.files
         copies[part.manifest] = replace(part, files=joined_files)
     return sorted(copies.values(), key=lambda copy: (-copy.step, copy.manifest))
