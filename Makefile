@@ -3,7 +3,7 @@
 # take, where the driver of this machine is not that of the machine to train on.
 PY ?= python3
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
-WORKERS ?= 2
+WORKERS ?= 3
 
 ifdef NO_VENV
 RUN := $(PY)
@@ -50,7 +50,7 @@ pipeline: $(ENV)  ## texts, cleaning, pre-training, SFT, DPO, LoRA with gates be
 	@test -f pipelines/quickstart/pipeline.yml || $(RUN) deepy.py pipeline init pipelines/quickstart
 	$(RUN) deepy.py pipeline run pipelines/quickstart
 
-test: $(ENV)  ## the ordinary tests, on two cores (WORKERS=N for others); CHANGED=1: longer ones too, but what changed alone
+test: $(ENV)  ## the ordinary tests, on two cores (WORKERS=N: one more than cores); CHANGED=1: longer ones too, but what changed alone
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(CHANGED),--changed -m "cpu or gpu or more") tests
 
 test-all: $(ENV)  ## the ordinary tests and longer ones, recorded for CHANGED=1, then whole products
