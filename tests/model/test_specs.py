@@ -28,6 +28,12 @@ def test_every_block_has_its_own() -> None:
     assert [block.mixer.backend for block in blocks] == ["flash", "flash", "auto", "auto"]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_is_left_out(tied: bool) -> None:
+    args = small(**{**LLAMA, "no_weight_tying": not tied})
+    assert (args.num_layers + 4 in layer_params(args)) == (not tied)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_allocate_what_they_declare(name: str) -> None:
     """In any number of ranks, and without memory where they are built on the meta device."""

@@ -56,6 +56,7 @@ EQUIVALENT = {
     ("CheckpointWriter.lock", "self._store is not None"): "removes leftovers that the next save removes too",
     ("validate", "0"): "without eval_iters there is no set",
     ("_changed", "isinstance(before, Mapping)"): "words of the log",
+    ("_Problems.__missing__", "0"): "a run's calls agree in what `unasked` looks at",
     ("_json", "2"): "spaces in a file of JSON",
     ("Family.head", "0"): "an output layer has one name",
 }
