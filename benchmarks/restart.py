@@ -106,8 +106,9 @@ def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[float, str]:
     Its rank is killed every STEPS_PER_FAULT steps. It keeps its last steps in memory (`local_save`).
     """
     save, memory = folder / f"kills_{kills}", Path("/dev/shm") / f"neox_{os.getpid()}"
-    keys = {"save": str(save), "load": str(save), "tensorboard_dir": None, "max_restarts": kills, "log_interval": 1,
-            "train_iters": steps, "local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}  # fmt: skip
+    keys = {"save": str(save), "load": str(save), "tensorboard_dir": None, "log_interval": 1, "train_iters": steps,
+            "max_restarts": max(kills, 1),  # so that both runs have spares
+            "local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}  # fmt: skip
     configs = ["configs/quickstart.yml", "configs/local_setup.yml"]
     settings = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "1", "train.py", *configs, "--set", *settings]
