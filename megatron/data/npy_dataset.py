@@ -79,7 +79,8 @@ class NpyDataset(IndexedDataset):
         except DataError:  # of a shard
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise DataError(f"{self.index_file}: lists no shards ({problem!r}); copy the folder again") from None
+            reason = f"{type(problem).__name__}: {str(problem)[:100]}"
+            raise DataError(f"{self.index_file}: lists no shards ({reason}); copy the folder again") from None
         if wrong or not files:
             raise DataError(
                 f"{wrong[0] if wrong else folder}: is missing, or has another number of rows than {METADATA} says; "

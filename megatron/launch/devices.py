@@ -81,7 +81,7 @@ def is_this_machine(host: str) -> bool:
         address = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4]
         with socket.socket() as probe:
             probe.bind((address[0], 0))  # only an address of our own can be bound
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: no name that the resolver takes
         return False
     return True
 

@@ -351,7 +351,8 @@ class SafetensorsFile:
 
 
 def _mapped(entry: _Entry) -> Tensor:
-    assert entry.dtype is not None
+    if entry.dtype is None:
+        raise CheckpointError(f"{entry.file}: holds a tensor of a dtype that cannot be read; copy the file again")
     if entry.begin == entry.end:
         return torch.empty(entry.shape, dtype=entry.dtype)
     # mode "c" (copy on write): writing to the tensor does not change the file

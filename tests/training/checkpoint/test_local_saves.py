@@ -211,7 +211,7 @@ def test_nobody_else_reads_a_copy(tmp_path: Path) -> None:
 
 
 def test_a_deleted_run_leaves_its_copy(tmp_path: Path) -> None:
-    values = lose_run(tmp_path, 1, 1)
+    values = lose_run(tmp_path, 1, 1, checkpoint_factor=100)
     shutil.rmtree(tmp_path / "save")
     output = run_ranks(on_machines, 1, 1, output_of_run, values)[0]
     assert "starting from freshly initialised weights" in output
