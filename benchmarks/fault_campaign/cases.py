@@ -418,7 +418,8 @@ def ledger_row(case: Case, outcome: Outcome) -> dict[str, Any]:
     row = {key: value for key, value in asdict(case).items() if key not in ("injection", "damage")}
     place = {"phase": NO_PHASE, "fault": case.damage} if case.injection is None else asdict(case.injection)
     seconds = round(outcome.seconds, 1)
-    return {**row, **place, "verdict": outcome.verdict, "detail": outcome.detail, "seconds": seconds}
+    detail = outcome.detail.replace(f"{ROOT}/", "")
+    return {**row, **place, "verdict": outcome.verdict, "detail": detail, "seconds": seconds}
 
 
 def case_of(row: Mapping[str, Any]) -> Case:
