@@ -46,14 +46,17 @@ from megatron.distributed.startup_checks import configuration
 from megatron.mpu import ParallelGroups
 from megatron.mpu.memory import free_host_memory
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.addresses import without_secrets
+from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.values.local_paths import with_home
-from megatron.process.run_files import Problems, read_status
+from megatron.process.run_files import Problems, Shape, any_value, map_of, number, read_fields, read_status
 from megatron.training.checkpoint.pieces import write_states
 from megatron.training.checkpoint.run_parts import TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.checkpoint.writer import CheckpointWriter
 
 START = "start.json"  # what a copy is of: the configuration, and the last checkpoint before it
+_START_SHAPE: Shape = FrozenDict({"configuration": map_of(any_value), "durable_step": number})
 _START_KEYS = ("restart", "iteration")  # choose how a run starts; dropped once it has saved
 T = TypeVar("T")
 _SHARED_LAYERS = (0, 2)  # of tied embeddings, and of tables that all blocks share
@@ -95,15 +98,20 @@ class LocalSaves:
     def __init__(self, args: NeoXArgs, groups: ParallelGroups, logger: logging.Logger) -> None:
         self.args, self.groups, self.logger = args, groups, logger
         self._configuration = {
-            path: value for path, value in configuration(args).items() if path.partition(".")[0] not in _START_KEYS
+            path: without_secrets(value)
+            for path, value in configuration(args).items()
+            if path.partition(".")[0] not in _START_KEYS
         }
-        self._warned: set[str] = set()
         self.folder = _folder(args)
         machines = run_on_all_ranks(groups, lambda: _machine(args, self.folder))
         leader_of = [machines.index(machine) for machine in machines]  # the lowest rank with the same folder
         self.leaders = sorted(set(leader_of))
-        self._leader_of = leader_of
-        self.machine_ranks = [rank for rank, leader in enumerate(leader_of) if leader == leader_of[groups.world_rank]]
+        self._ranks_of = {
+            leader: [rank for rank, its_leader in enumerate(leader_of) if its_leader == leader]
+            for leader in self.leaders
+        }
+        self._leader = leader_of[groups.world_rank]
+        self.machine_ranks = self._ranks_of[self._leader]
         self.is_leader = groups.world_rank in self.leaders
         self._group = dist.new_group(self.leaders, backend="gloo") if len(self.leaders) > 1 else None
         self._manifest: Manifest | None = None  # of the copy that `newest` chose, and its names by leader
@@ -129,10 +137,10 @@ class LocalSaves:
         path = self.folder / step_tag(newest.step)
         text = self._from_rank(min(holders), lambda: (path / MANIFEST).read_text())
         start = self._from_rank(min(holders), lambda: json.loads((path / START).read_text()))
-        if problem := self._unlike(start, durable_step):
+        manifest = self._manifest = Manifest.from_json(text)
+        if problem := self._unlike(start, manifest, durable_step):
             self.logger.info(f"local_save: the copy {path} is not used: {problem}")
             return source
-        manifest = self._manifest = Manifest.from_json(text)
         names = sorted(manifest.files)
         self._names = {leader: set[str]() for leader in self.leaders}
         for rank, part in holders.items():
@@ -178,29 +186,27 @@ class LocalSaves:
         """Returns what this machine has of the copies of a run that are later than a step."""
         parts = []
         for path in list_checkpoints(self.folder):
-            with suppress(DamagedError, OSError, ValueError):
-                json.loads((path / START).read_text())
+            with suppress(DamagedError, OSError):
                 manifest = read_manifest(path)
+                if read_fields(path / START, _START_SHAPE, Problems()).keys() != _START_SHAPE.keys():
+                    continue
                 if manifest is not None and manifest.run_id == run_id and manifest.iteration > durable_step:
                     records = sorted(manifest.files.items())
                     files = sum(_has_size(path / name, file.size) << i for i, (name, file) in enumerate(records))
                     parts.append(_Copy(manifest.iteration, sha256(path / MANIFEST), len(records), files))
         return parts
 
-    def _unlike(self, start: Mapping[str, Any], durable_step: int) -> str | None:
+    def _unlike(self, start: Mapping[str, Any], manifest: Manifest, durable_step: int) -> str | None:
         """Returns why a copy does not serve this start; None if it does. start: content of its START."""
         saved, now = start["configuration"], self._configuration
         if changed := sorted(key for key in {**now, **saved} if now.get(key) != saved.get(key)):
             return f"{', '.join(changed)} changed since"
-        if start["ranks"] != self._ranks:
-            return f"it is of {start['ranks']} ranks (pipeline, data, context, tensor), not {self._ranks}"
+        axes = ("pipe", "data", "context", "tensor")
+        if any(getattr(manifest.layout, axis) != self.groups.size(axis) for axis in axes):
+            return f"it is of {manifest.layout.world_size} ranks in another layout"
         if start["durable_step"] > durable_step:
             return f"save has gone back from step {start['durable_step']} since"
         return None
-
-    @property
-    def _ranks(self) -> list[int]:
-        return [self.groups.size(axis) for axis in ("pipe", "data", "context", "tensor")]
 
     def collect(self, path: Path, layers: Iterable[int]) -> list[str]:
         """Fetches from other machines what this machine lacks of the chosen copy; returns the names of all
@@ -214,17 +220,12 @@ class LocalSaves:
             leader: [
                 name
                 for name in self._manifest.files
-                if (layer := layer_of(name)) is None
-                or any(
-                    layer in layers_by_rank[rank]
-                    for rank, its_leader in enumerate(self._leader_of)
-                    if its_leader == leader
-                )
+                if (layer := layer_of(name)) is None or any(layer in layers_by_rank[rank] for rank in ranks)
             ]
-            for leader in self.leaders
+            for leader, ranks in self._ranks_of.items()
         }
         self._share(path, needed_names)
-        return needed_names[self._leader_of[self.groups.world_rank]]
+        return needed_names[self._leader]
 
     def _share(self, path: Path, needed_names: Mapping[int, Sequence[str]]) -> None:
         """Sends files of the chosen copy from the machines that hold them to those that lack them.
@@ -263,13 +264,10 @@ class LocalSaves:
     def check_space(self, writer: CheckpointWriter) -> str:
         """Returns what a copy takes, in words. Raises ConfigError if a folder has no room for two of them."""
         sizes = run_on_all_ranks(self.groups, writer.part_size)
-        size_of = {
-            leader: sum(sizes[rank] for rank, its_leader in enumerate(self._leader_of) if its_leader == leader)
-            for leader in self.leaders
-        }
-        size = size_of[self._leader_of[self.groups.world_rank]]
+        size_of = {leader: sum(sizes[rank] for rank in ranks) for leader, ranks in self._ranks_of.items()}
+        size = size_of[self._leader]
         if len(self.leaders) > 1:
-            place = self.leaders.index(self._leader_of[self.groups.world_rank])
+            place = self.leaders.index(self._leader)
             size += size_of[self.leaders[place - 1]]
 
         def check() -> None:
@@ -309,15 +307,13 @@ class LocalSaves:
                 Transfer(leader, following[leader], record.name, record.size)
                 for parity in (0, 1)  # first every second machine sends, then the others
                 for leader in (self.leaders[parity::2] if self._group is not None else ())
-                for rank, per_rank in enumerate(records)
-                if self._leader_of[rank] == leader
-                for record in per_rank
+                for rank in self._ranks_of[leader]
+                for record in records[rank]
             ]
             self._transfer(transfers, temporary)
             latest = on_rank_zero(groups, lambda: read_latest(self.args.save or ""))
             start = {
                 "configuration": self._configuration,
-                "ranks": self._ranks,
                 "durable_step": -1 if latest is None else step_of(latest),
             }
             run_on_all_ranks(groups, lambda: self._publish(temporary, path, text, start) if self.is_leader else None)
@@ -325,12 +321,7 @@ class LocalSaves:
             raise
         except (OSError, CheckpointError) as problem:
             reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
-            if reason not in self._warned:
-                self._warned.add(reason)
-                self.logger.warning(
-                    f"local_save: the copy of step {progress.iteration} could not be written on a machine ({reason}); "
-                    "the copy before it stays"
-                )
+            writer.say_once(f"local_save: a copy could not be written on a machine ({reason}); the one before it stays")
             if self.is_leader:
                 shutil.rmtree(temporary, ignore_errors=True)
             return

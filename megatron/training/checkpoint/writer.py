@@ -144,7 +144,7 @@ class CheckpointWriter:
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
             complete = replace(manifest, files=files)
-            path = publish(temporary, save, manifest.iteration, complete, configs, keep, self._store, self._say_once)
+            path = publish(temporary, save, manifest.iteration, complete, configs, keep, self._store, self.say_once)
             self.logger.info(f"saved checkpoint {path if self._store is None else f'{self._store.url}/{path.name}'}")
             if is_hf_due(self.args, manifest.iteration):
                 self._export(path)
@@ -164,7 +164,8 @@ class CheckpointWriter:
         self._say_unlocked(platform.node(), self._copies.problem)  # problems of other ranks are logged by the next save
         self.saved_at = progress.iteration
 
-    def _say_once(self, text: str) -> None:
+    def say_once(self, text: str) -> None:
+        """Log a warning, unless it was logged before."""
         if text not in self._logged:
             self._logged.add(text)
             self.logger.warning(text)
@@ -343,7 +344,7 @@ class CheckpointWriter:
 
     def _say_unlocked(self, machine: str, problem: str | None) -> None:
         if problem is not None:
-            self._say_once(f"{machine}: {problem}")
+            self.say_once(f"{machine}: {problem}")
 
     def part_size(self) -> int:
         """Estimates the bytes that this rank writes to a checkpoint.
