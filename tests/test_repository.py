@@ -19,7 +19,7 @@ ROOMS = (
     ("process", "pages"), ("neox_arguments",), ("distributed", "mpu", "data", "tokenizer"),
     ("model", "objectives", "checkpointing", "callbacks"),
     ("launch", "training", "generation", "evaluation", "operations", "pipelines"),
-    ("methods", "planning"), ("finetuning",),
+    ("methods", "planning"), ("finetuning", "experiments"),
 )  # fmt: skip
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # Rooms that may import less, or one neighbour more, than their floor says.

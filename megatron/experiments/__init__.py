@@ -1,0 +1,1 @@
+"""Variants of runs: branches of a run, sweeps, a batch trained again in view, and comparisons of results."""

@@ -1,0 +1,1 @@
+"""Experiments: branches, sweeps, batches of past steps, and comparisons of runs."""
