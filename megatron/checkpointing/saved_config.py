@@ -42,6 +42,8 @@ def load_checkpoint_args(
     if not files and manifest is not None and manifest.config:
         return NeoXArgs.from_dict({**manifest.config, **overrides}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
+    if not config_files and (odd := next((file for file in files if not file.is_file()), None)) is not None:
+        raise CheckpointError(f"{odd}: not a regular file; restore it, or pass the configuration with --config_file")
     if not files:
         raise CheckpointError(
             f"{path}: stores no configuration of its model; pass the configuration files with --config_file"

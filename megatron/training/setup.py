@@ -52,7 +52,7 @@ from megatron.training.checkpoint.source import (
     fetch_remote_source,
     real_rows,
 )
-from megatron.training.checkpoint.writer import CheckpointWriter
+from megatron.training.checkpoint.writer import CheckpointWriter, lock_save
 from megatron.training.compile_blocks import resolve_compile
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
@@ -258,6 +258,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     if user_args.params_dtype == "fp16" and groups.device.type == "cpu":
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer, method = build_tokenizer(user_args), find_method(user_args)
+    lock = lock_save(user_args, groups)
     source = on_rank_zero(groups, lambda: choose_source(user_args))
     local = LocalSaves(user_args, groups, logger) if user_args.local_save is not None else None
     source = source if local is None else local.newest(source)
@@ -304,8 +305,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     stamps, files = on_rank_zero(groups, lambda: (data_stamps(args), data_fingerprint(args)))
     order = order_keys(args, epochs)
     parts = RunParts(args, method, groups, built, schedule, tokenizer, datasets, files, stamps, order, source, logger)
-    writer = CheckpointWriter(parts)
-    writer.lock()
+    writer = CheckpointWriter(parts, lock)
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
     loader = CheckpointLoader(parts, local)

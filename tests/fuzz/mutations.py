@@ -79,7 +79,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def _change(draw: DrawFn, value: Any) -> Any:
     path = draw(st.sampled_from(list(places(value))[-4000:]))
     if not path:
-        return draw(values) if draw(st.integers(0, 9)) == 0 else value
+        return copy.deepcopy(draw(values)) if draw(st.integers(0, 9)) == 0 else value
     holder = value
     for key in path[:-1]:
         holder = holder[key]

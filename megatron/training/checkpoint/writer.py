@@ -48,6 +48,8 @@ from megatron.checkpointing.remote_staging import object_store_of
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import stage_parameters
 from megatron.model.weight_map import adapter_params, is_adapter, layer_params
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
 from megatron.process import StopRequested, look_for_stop, stop_signal
 from megatron.process.progress import ProgressBar
 from megatron.training.checkpoint.async_writer import BackgroundWriter
@@ -72,6 +74,19 @@ _NEOX_ARGS = (  # keys that GPT-NeoX compares when it loads
 )  # fmt: skip
 
 
+def lock_save(args: NeoXArgs, groups: ParallelGroups) -> Any:
+    """Reserve the folder `save` for this run; returns the lock, which holds while it lives in the process.
+
+    All ranks call it before they look for a checkpoint: a run that ends meanwhile would leave a later
+    one. Raises CheckpointError on all ranks if another run writes to the folder.
+    """
+    locks: list[Any] = []
+    if args.save is not None:
+        is_locking = groups.world_rank == 0
+        run_on_all_ranks(groups, lambda: locks.append(lock_folder(Path(args.save_dir or ""))) if is_locking else None)
+    return locks
+
+
 class CheckpointWriter:
     """Saves the checkpoints of one run. All ranks call every method together; an exception on one is raised
     on all.
@@ -80,7 +95,8 @@ class CheckpointWriter:
     time.
     """
 
-    def __init__(self, run: RunParts) -> None:
+    def __init__(self, run: RunParts, lock: Any = None) -> None:
+        """lock: from `lock_save`."""
         args, groups, source = run.args, run.groups, run.source
         self.run, self.args, self.groups, self.engine, self.logger = run, args, groups, run.engine, run.logger
         self.schedule = run.schedule
@@ -101,7 +117,7 @@ class CheckpointWriter:
             )
         self.saved_at: int | None = None
         self.gave_up_export = False  # on rank 0
-        self._lock: Any = None
+        self._lock = lock
         self._logged: set[str] = set()
         self.base: Mapping[str, Any] | None = None
         self._bar: ProgressBar | None = None
@@ -109,6 +125,13 @@ class CheckpointWriter:
         self._copies = host_copies(groups.device)
         self._temporary = Path()
         self._store: ObjectStore | None = object_store_of(args)
+        if self._store is not None:
+            run_on_all_ranks(groups, self._clear_staging)
+
+    def _clear_staging(self) -> None:
+        """Delete the files that an interrupted save has left on this machine's disk."""
+        for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def go_on_from(self, origin: Origin) -> None:
         """Take schedule, run id and base weights from the start of the run, so that saves continue that run.
@@ -357,25 +380,6 @@ class CheckpointWriter:
         weights = elements * self.engine.dtype.itemsize if writes_weights else 0
         state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data_context")
         return weights if self.args.compat_no_save_optim else weights + state
-
-    def lock(self) -> None:
-        """Reserve the folder `save` for this run while its process lives.
-
-        Raises CheckpointError if another run writes to it.
-        """
-        if self.args.save is not None:
-            run_on_all_ranks(self.groups, self._take_lock)
-            if self._store is not None:
-                run_on_all_ranks(self.groups, self._clear_staging)
-
-    def _take_lock(self) -> None:
-        if self.groups.world_rank == 0:
-            self._lock = lock_folder(Path(self.args.save_dir or ""))
-
-    def _clear_staging(self) -> None:
-        """Delete the files that an interrupted save has left on this machine's disk."""
-        for leftover in Path(self.args.save_dir or "").glob(f".tmp_{step_tag(0)[:-1]}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     def states(self, progress: TrainingProgress, ephemeral: bool = False) -> Iterator[tuple[str, Any]]:
         """Yields (name, content) of each file that this rank writes to a checkpoint, on the CPU.
