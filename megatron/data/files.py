@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -20,6 +21,7 @@ from numpy.typing import DTypeLike
 from megatron.process import look_for_stop
 from megatron.process.run_files import to_json
 
+NPY_ERRORS = (OSError, ValueError, EOFError, TokenError, BadZipFile)  # of `numpy.load` for a damaged file
 _BLOCK = 1 << 20  # bytes that are hashed at once
 _SETTLED = 2_000_000_000  # nanoseconds since the last change after which a file's hash is cached
 
@@ -142,7 +144,7 @@ def map_npy(path: str | Path) -> np.ndarray:
         }[np.lib.format.read_magic(file)]
         try:
             shape, fortran_order, dtype = read_header(file)
-        except TokenError:  # numpy reads a header as Python, and lets this error of a damaged one through
+        except (TokenError, ValueError):  # numpy reads a header as Python, and reports its own errors
             raise ValueError("its header is damaged") from None
         offset = file.tell()
     if dtype.hasobject or fortran_order:

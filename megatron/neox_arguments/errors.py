@@ -9,6 +9,7 @@ from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.frozen import thaw
 
 _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+_MAX_LINE = 2000
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -54,8 +55,16 @@ class UserError(Exception):
         return without_secrets(super().__str__())
 
     def error_lines(self, command: str) -> str:
-        """Returns the message as `command` prints it: `train.py: error: ...`, one line for each problem."""
-        return "".join(f"{command}: error: {line}\n" for line in str(self).splitlines())
+        """Returns the message as `command` prints it: `train.py: error: ...`, one line for each problem.
+
+        The middle of a line is left out if the line is very long, as with a name of 5,000 characters.
+        """
+        return "".join(f"{command}: error: {_with_short_middle(line)}\n" for line in str(self).splitlines())
+
+
+def _with_short_middle(line: str) -> str:
+    omitted = len(line) - _MAX_LINE
+    return line if omitted <= 0 else f"{line[: _MAX_LINE // 2]} [{omitted} characters] {line[-_MAX_LINE // 2 :]}"
 
 
 class ConfigError(UserError, ValueError):

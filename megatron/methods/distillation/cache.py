@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.checkpointing import replace_file
 from megatron.data import DataError, Datasets, SampleSet, collation
-from megatron.data.files import sync, temporary
+from megatron.data.files import NPY_ERRORS, sync, temporary
 from megatron.data.packed_dataset import TokenSample, TopRow
 from megatron.data.run_datasets import WrappedSet
 from megatron.data.set_config import index_cache_dir, masked_token_ids
@@ -176,7 +176,7 @@ def read_scores(folder: Path, k: int) -> TeacherScores:
         top = file.with_name(file.name.replace("rows-", "top-", 1))
         try:
             rows, tokens = np.load(file, allow_pickle=False), np.load(top, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as problem:
+        except NPY_ERRORS as problem:
             raise DataError(
                 f"{file}: damaged: the teacher's scores cannot be read ({problem}); delete this file, the next start "
                 "computes them again"

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.checkpointing import ConfigChange, config_key, model_keys, replace_file
 from megatron.data import DataError
-from megatron.data.files import cached_sha256
+from megatron.data.files import NPY_ERRORS, cached_sha256
 from megatron.data.preferences.reference_scores import SCORES
 from megatron.data.run_datasets import SetContents
 from megatron.data.set_config import index_cache_dir
@@ -138,7 +138,7 @@ def read_scores(folder: Path) -> np.ndarray:
         try:
             rows = np.load(file, allow_pickle=False)
             digest = _digest(rows)
-        except (OSError, ValueError, EOFError) as problem:
+        except NPY_ERRORS as problem:
             raise DataError(f"{file} is damaged ({problem}); delete it, and the next start rebuilds it") from problem
         if rows.dtype != SCORES or file.stem != f"rows-{digest}":
             raise DataError(f"{file} is damaged; delete it, and the next start rebuilds it")
