@@ -3,9 +3,11 @@
 The weight map (`megatron.model.weight_map`) says how each parameter is sharded over tensor ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,12 +124,20 @@ def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSp
         return [
             f"layer {extra[0]} (final_linear) is extra: the checkpoint's head is not tied; set no_weight_tying: true"
         ]
-    lines = [f"missing layer {n}: {', '.join(spec.name for spec in expected[n])}" for n in missing]
-    lines += [f"extra layer {n}" for n in extra]
+    names = {layer: ", ".join(spec.name for spec in expected[layer]) for layer in missing}
+    lines = [f"missing {words}: {names[layer]}" for layer, words in _ranges(missing, names)]
+    lines += [f"extra {words}" for _, words in _ranges(extra, dict.fromkeys(extra))]
     blocks = last - (4 if args.no_weight_tying else 3)
     if source.layers >= {0, *range(2, blocks + 2)} and blocks != args.num_layers:
         lines.append(f"the checkpoint seems to have num_layers: {blocks}, but the model has {args.num_layers}")
     return lines
+
+
+def _ranges(layers: Sequence[int], content: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
+    """Yields the lowest layer of each range of layers with equal content, and words for the range."""
+    for _, group in itertools.groupby(enumerate(layers), lambda item: (item[1] - item[0], content[item[1]])):
+        numbers = [layer for _, layer in group]
+        yield numbers[0], f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]} to {numbers[-1]}"
 
 
 def _load_layer(

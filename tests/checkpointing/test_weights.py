@@ -168,7 +168,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     ({"intermediate_size": 96}, ["mlp.linear1.weight", "intermediate_size"]),
     ({"num_kv_heads": 2}, ["attention.query_key_value.weight", "num_kv_heads"]),
     ({"num_layers": 6, "attention_config": None}, ["num_layers: 4", "missing layer 9"]),
-    ({"num_layers": 2, "attention_config": None}, ["num_layers: 4", "extra layer 8"]),
+    ({"num_layers": 2, "attention_config": None}, ["num_layers: 4", "extra layers 7 to 8"]),
     ({"no_weight_tying": False}, ["set no_weight_tying: true"]),
     ({"norm": "rmsnorm"}, ["input_layernorm.bias"]),
 ])  # fmt: skip

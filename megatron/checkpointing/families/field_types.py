@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.neox_arguments.values.integers import finite_float
 
 Test = Callable[[Any], bool]
 Types = tuple[tuple[str, Test, str], ...]
@@ -30,7 +31,7 @@ def _is_index(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number; infinity, which transformers writes for "no limit", is one; NaN is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return finite_float(value) is not None or isinstance(value, float) and math.isinf(value)
 
 
 def _is_limit(value: Any) -> bool:

@@ -4,9 +4,8 @@ It writes the kept documents, the dropped documents, and the hashes and lengths 
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -22,6 +21,7 @@ from megatron.data.cleaning.sorted_runs import write_run
 from megatron.data.errors import DataError
 from megatron.data.preprocessing.shards import InputRow, Shard, row_texts
 from megatron.neox_arguments.optional_packages import import_optional
+from megatron.neox_arguments.values.integers import finite_float
 
 FILTERED = "filtered"
 UNREADABLE = "unreadable/row"
@@ -133,9 +133,8 @@ def _score(row: InputRow, options: CleaningOptions) -> float:
     value = row.value()
     for name in options.minhash.score.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    with suppress(OverflowError):
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
+    if (score := finite_float(value)) is not None:
+        return score
     raise DataError(
         f"{row.location()}: --score {options.minhash.score} is {str(value)[:40]}, expected a finite number; mend the "
         "row, or skip it: --on-error skip"

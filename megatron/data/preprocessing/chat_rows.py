@@ -1,6 +1,5 @@
 """Turns rows of chat data into the text of each document, and finds the part of it that is trained."""
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from megatron.data.preprocessing.chat_masks import UNSTOPPED, trained_spans
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
 from megatron.data.preprocessing.encode_job import fix_text
+from megatron.neox_arguments.values.integers import finite_float
 
 PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, if the row has one
 
@@ -235,10 +235,9 @@ def _reward(row: Mapping[str, Any], options: ChatOptions) -> float:
         if value not in (True, False, -1):
             raise DataError(f'"{key}" is {value!r}: with --binary-reward write true or false, 1 or 0, or 1 or -1')
         return 1.0 if value in (True,) else -1.0
-    if isinstance(value, bool | int | float):
-        reward = float(value)
-        if math.isfinite(reward) and abs(reward) <= float(np.finfo(np.float32).max):
-            return reward
+    reward = finite_float(int(value) if isinstance(value, bool) else value)
+    if reward is not None and abs(reward) <= float(np.finfo(np.float32).max):
+        return reward
     raise DataError(f'"{key}" is {"missing" if key not in row else repr(value)}: a reward must be a finite number')
 
 

@@ -4,7 +4,6 @@ All ask for token ids, and for log-probabilities of the logits divided by the te
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.methods.reinforcement.server_calls import Connection, ServerError
-from megatron.neox_arguments.values.integers import parse_integer
+from megatron.neox_arguments.values.integers import finite_float, parse_integer
 
 _FINISHED = {"stop": True, "length": False}
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -193,7 +192,7 @@ def _checked(connection: Connection, written: Written, maximum: int) -> Written:
         and 0 < len(tokens) <= maximum
         and len(logprobs) == len(tokens)
         and all(type(token) is int for token in tokens)
-        and all(isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3 for value in logprobs)
+        and all((number := finite_float(value)) is not None and number <= 1e-3 for value in logprobs)
     )
     if not good:
         raise connection.error(

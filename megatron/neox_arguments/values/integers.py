@@ -1,4 +1,7 @@
-"""Reads whole numbers as people and other programs write them."""
+"""Reads numbers as people and other programs write them."""
+
+import math
+from typing import Any
 
 
 def parse_integer(text: str) -> int | None:
@@ -8,3 +11,18 @@ def parse_integer(text: str) -> int | None:
     digits, which Python refuses to read.
     """
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
+def finite_float(value: Any) -> float | None:
+    """Returns a number of JSON or YAML as a float; None for booleans, NaN, infinity, and other types.
+
+    Python reads an integer of 400 digits, which is infinite as a float: `float` and `math.isfinite` raise
+    OverflowError for it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,11 +1,11 @@
 """A lane: the reward functions that share one worker process, which is restarted if it ends or hangs."""
 
-import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.methods.reinforcement.rewards.worker_process import WorkerLost, WorkerProcess
+from megatron.neox_arguments.values.integers import finite_float
 
 # (reward, problem) of a completion. reward: None for none; problem: why judging failed, else None.
 Judged = tuple[float | None, str | None]
@@ -202,4 +202,4 @@ def is_verdict(answer: dict[str, Any], number: int) -> bool:
 
 def is_reward(value: Any) -> bool:
     """Returns whether a JSON value is a valid reward: a finite number, or None."""
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
+    return value is None or finite_float(value) is not None
