@@ -206,7 +206,11 @@ class Rendezvous:
                     f"port {process.master_port} of host {self.host} is taken, so rank 0 cannot listen at "
                     f"{self._address}: perhaps another run uses this port; set another master_port"
                 ) from None
-            raise self._no_answer(str(problem).splitlines()[0]) from None
+            raise StartError(
+                f"rank 0 (host {self.host}) cannot open the store where ranks meet, {self._address}: "
+                f"{str(problem).splitlines()[0]}; check that MASTER_ADDR is an address of this host, and its limits of "
+                "memory and processes (ulimit -a)"
+            ) from None
 
     def _reach_store(self) -> dist.Store:
         try:
