@@ -82,6 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron.planning.command import main as plan
 
             return plan(argv[1:], install_root())
+        if argv[:1] == ["compare"]:
+            from megatron.experiments.comparison.command import main as compare
+
+            return compare(argv[1:])
         if argv[:1] == ["finetune"]:
             from megatron.finetuning.command import main as finetune
 

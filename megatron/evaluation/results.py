@@ -6,6 +6,7 @@ The files also hold lm-eval's metadata: model, settings, tokenizer and machine.
 import hashlib
 import itertools
 import math
+import os
 import subprocess
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +20,7 @@ from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.process.run_files import to_json
+from megatron.process.score_files import samples_file
 
 TIME = "%m-%d-%Y-%H-%M-%S"  # in file names, as in GPT-NeoX
 RANDOM_SEED, NUMPY_SEED, FEWSHOT_SEED = 0, 1234, 1234  # lm-eval's; the last one chooses few-shot examples
@@ -132,10 +134,10 @@ def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
         for candidate in itertools.chain([name], other_names)
         if not (folder / f"{prefix}eval_results_{candidate}.json").exists()
     )
+    path = folder / f"{prefix}eval_results_{name}.json"
     for task, samples in evaluation.results.pop("samples", {}).items():
         lines = (to_json(sample, default=_jsonable, ensure_ascii=False) + "\n" for sample in samples)
-        replace_text(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(lines))
-    path = folder / f"{prefix}eval_results_{name}.json"
+        replace_text(samples_file(path, task), "".join(lines))
     replace_text(path, to_json(evaluation.results, indent=2, default=_jsonable, ensure_ascii=False) + "\n")
     return path
 
@@ -166,6 +168,7 @@ def add_metadata(
     evaluation: EvaluationResults,
     *,
     source: str,
+    iteration: int | None,
     start_date: float,
     seconds: float,
     bootstrap: int,
@@ -174,7 +177,8 @@ def add_metadata(
 
     The names are those that lm-eval's own command writes.
 
-    source: folder or Hub name of the model. start_date: start of the evaluation, in seconds since 1970.
+    source: folder or Hub name of the model. iteration: step of its weights; None: they are of no checkpoint.
+        start_date: start of the evaluation, in seconds since 1970.
         seconds: how long the evaluation took. bootstrap: number of resamples for standard errors.
     """
     from lm_eval.utils import sanitize_model_name
@@ -184,7 +188,11 @@ def add_metadata(
     evaluation.results.update(
         config={
             "model": "neox",
-            "model_args": {"load": source, "iteration": args.iteration, "precision": args.params_dtype},
+            "model_args": {
+                "load": os.path.abspath(source) if os.path.isdir(source) else source,
+                "iteration": iteration,
+                "precision": args.params_dtype,
+            },
             "model_num_parameters": _parameters(model),
             "model_dtype": str(model.dtype),
             "model_revision": revision,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.adapters import is_adapter_checkpoint
 from megatron.checkpointing.huggingface import export_hf, is_hf
+from megatron.checkpointing.layout import is_tag, step_of
 from megatron.distributed import Process, Watchdog, configure_logging, on_rank_zero, rendezvous_and_check
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.harness import evaluate, load_tasks_on_rank0, quiet, run_task
@@ -60,9 +61,11 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
 
     def finish(call: RunOperation) -> None:
         assert loaded_tasks is not None and results is not None
+        iteration = step_of(model.source) if is_tag(Path(model.source).name) else None
         add_metadata(
-            model, loaded_tasks, results, source=source, start_date=date, seconds=seconds, bootstrap=_BOOTSTRAP
-        )
+            model, loaded_tasks, results, source=source, iteration=iteration, start_date=date, seconds=seconds,
+            bootstrap=_BOOTSTRAP,
+        )  # fmt: skip
         _finish(args, results, seconds, logger, track)
         if args.eval_compare_hf:
             _compare(model, loaded_tasks, results, logger)

@@ -60,7 +60,8 @@ class InTraining(Callback):
             assert self._catalogue is not None
             seconds, source = time.time() - start_date, str(args.save or "")
             add_metadata(
-                model, self._catalogue, results, source=source, start_date=start_date, seconds=seconds, bootstrap=0
-            )
+                model, self._catalogue, results, source=source, iteration=step.iteration, start_date=start_date,
+                seconds=seconds, bootstrap=0,
+            )  # fmt: skip
             path = write(args, results, f"step{step.iteration}")
             logger.info(f"evaluation results are in {path}")

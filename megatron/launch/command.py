@@ -27,6 +27,7 @@ DEEPY = {
     "chat": "talk to a model",
     "plan": "tell what a run needs, and how long it takes",
     "pipeline": "run stages with gates between them",
+    "compare": "compare runs: keys, curves, speed, scores",
     "doctor": "check whether a run can start here",
 }
 _HELP = """\

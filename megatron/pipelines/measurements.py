@@ -12,6 +12,7 @@ from typing import Any
 from megatron.pipelines.errors import PipelineError
 from megatron.process.metrics_file import METRICS_FILE, read_metrics
 from megatron.process.run_files import Problems, Unfit, map_of, number, read_object
+from megatron.process.score_files import score_rows
 
 SCORES = "scores.json"
 _TASK_PREFIX = "eval_tasks/"
@@ -173,12 +174,10 @@ def scores_of_results(file: Path) -> dict[str, float]:
     _stderr.
     """
     scores = {}
-    for task, values in read_object(file).get("results", {}).items():
-        for name, value in values.items():
-            metric, comma, kind = name.partition(",")
-            if comma and _is_number(value):
-                metric, error = metric.removesuffix("_stderr"), "_stderr" if metric.endswith("_stderr") else ""
-                scores[f"{_TASK_PREFIX}{task}_{metric}" + ("" if kind == "none" else f"_{kind}") + error] = float(value)
+    for row in score_rows(read_object(file)):
+        scores[_TASK_PREFIX + row.name] = row.value
+        if row.stderr is not None:
+            scores[f"{_TASK_PREFIX}{row.name}_stderr"] = row.stderr
     return scores
 
 

@@ -1,30 +1,15 @@
 """Shows a plan as text and as JSON."""
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from megatron.planning.explain import Explained, value_of
 from megatron.planning.plan import GIB, Plan
 from megatron.planning.ranks import strides
 from megatron.planning.search import SPARE, Rejection, Search
 from megatron.planning.ways import Way
-
-
-class Table(NamedTuple):
-    """heads, rows: cells. ends_in_text: the last column is text, as the first is; others are numbers."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    ends_in_text: bool = False
-
-
-class Section(NamedTuple):
-    """A part of a plan: lines and tables, in their order."""
-
-    title: str
-    items: Sequence[str | Table]
-
+from megatron.process.text_tables import Section, Table, table_lines
 
 _MOST_LAYOUTS = 8
 # What a run must share with its plan, besides layout and batch (`plan_file`).
@@ -115,7 +100,7 @@ def lines(plan: Plan) -> Iterator[str]:
     for section in sections(plan):
         yield ""
         for item in section.items:
-            yield from _table_lines(item) if isinstance(item, Table) else [item]
+            yield from table_lines(item) if isinstance(item, Table) else [item]
     yield from (f"note: {note}" for note in plan.notes)
     yield from (f"problem: {problem}" for problem in plan.problems)
     if not plan.problems and plan.reports:
@@ -297,16 +282,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         return json.dumps(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _table_lines(table: Table) -> Iterator[str]:
-    left = {0, len(table.heads) - 1} if table.ends_in_text else {0}
-    widths = [max(len(row[i]) for row in (table.heads, *table.rows)) for i in range(len(table.heads))]
-    for row in (table.heads, *table.rows):
-        cells = [
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells).rstrip()
 
 
 def _number(count: int | None, unit: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.pages import page_template
-from megatron.planning.output import Section, Table, facts, part_name, readable_count, sections
+from megatron.planning.output import facts, part_name, readable_count, sections
 from megatron.planning.plan import GIB, Plan
+from megatron.process.text_tables import Section, Table
 
 _COLORS = ("#1a73e8", "#e8710a", "#188038", "#a142f4", "#12a4af", "#b06000", "#5f6368", "#c5221f", "#80868b", "#f29900")
 _LEFT, _RIGHT = 110, 880  # of bars, in a picture 1000 wide

@@ -46,19 +46,21 @@ def diff_config(left: ResolvedArgs, right: ResolvedArgs) -> str:
     return "\n".join(f"{path}: {' -> '.join(texts)}" for path, texts in differing_values([left, right]).items())
 
 
-def differing_values(runs: Sequence[ResolvedArgs]) -> dict[str, list[str]]:
+def differing_values(runs: Sequence[ResolvedArgs], origins: bool = True) -> dict[str, list[str]]:
     """Returns the resolved values that differ between configurations, by dotted path.
 
-    Each has a list with `value (origin)` or `unset` for every configuration.
+    Each has a list with `value (origin)`, or with `value` if `origins` is false, for every configuration;
+    `unset` for one without the key.
     """
     values = [dict(flat_values(args)) for args in runs]
     texts = {}
     for path in dict.fromkeys(path for run_values in values for path in run_values):
         if any(run_values.get(path) != values[0].get(path) for run_values in values):
             texts[path] = [
-                f"{yaml_value(run_values[path])} ({args.origin(path)})" if path in run_values else "unset"
+                (yaml_value(run_values[path]) + (f" ({args.origin(path)})" if origins else ""))
+                if path in run_values else "unset"
                 for args, run_values in zip(runs, values, strict=True)
-            ]
+            ]  # fmt: skip
     return texts
 
 

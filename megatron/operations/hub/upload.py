@@ -28,6 +28,7 @@ from megatron.operations.hub.journal import FOLDER, Journal, open_journal
 from megatron.operations.hub.names import neox_repository
 from megatron.operations.hub.repository import MAIN, LocalFile, Repository, folder_files
 from megatron.operations.hub.retrying import Patience, Say, hide_token
+from megatron.process.score_files import RESULT_FILES, score_rows
 
 Formats = Literal["both", "hf", "neox"]
 
@@ -238,7 +239,7 @@ def evaluate_folder(folder: Path, upload: Upload, say: Say) -> dict[str, float]:
             command, cwd=install_root(), env=child_env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors="replace",
         )  # fmt: skip
-        files = list(Path(results).glob("*eval_results_*.json"))
+        files = list(Path(results).glob(RESULT_FILES))
         if done.returncode or not files:
             lines = hide_token(done.stdout).strip().splitlines()[-3:]
             raise HubError(
@@ -252,13 +253,7 @@ def read_scores(file: Path) -> dict[str, float]:
     """Returns the scores in a result file of lm-eval, without standard errors.
 
     Names are TASK_METRIC, or TASK_METRIC_FILTER for results of a filter other than "none"."""
-    scores = {}
-    for task, values in json.loads(file.read_text(encoding="utf-8"))["results"].items():
-        for name, value in values.items():
-            metric, comma, kind = name.partition(",")
-            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-                scores[f"{task}_{metric}" if kind == "none" else f"{task}_{metric}_{kind}"] = float(value)
-    return scores
+    return {row.name: row.value for row in score_rows(json.loads(file.read_text(encoding="utf-8")))}
 
 
 def _wait_for(checkpoint: Path, patience_s: float, say: Say) -> bool:

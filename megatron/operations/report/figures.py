@@ -1,11 +1,11 @@
-"""Draws the plots of a report with bokeh. All plots share one range of iterations, so they zoom together.
+"""Draws plots with bokeh. All plots of a page share one range of iterations, so they zoom together.
 
 The load of experts is drawn as one heat map per run: iterations across, experts up, one layer at a time.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from bokeh import models
@@ -32,7 +32,7 @@ EVENTS: dict[Kind, tuple[str, str, str]] = {
 MOST_EVENTS = 400  # most events of one kind and run in the plots
 MANY_EVENTS = 40  # more events than this are drawn pale, to keep curves visible
 MARKED_POINTS = 60  # curves of at most so many points have markers, because a line through one point is invisible
-POINT = (("iteration", "@x{0,0}"), ("tokens", "@tokens{0.00a}"), ("value", "@y{%.6g}"))
+POINT = (("tokens", "@tokens{0.00a}"), ("value", "@y{%.6g}"))
 EVENT = (("iteration", "@x{0,0}"), ("", "@text"))  # tooltip
 HEIGHT, LEGEND_ROW = 300, 21  # pixels: height of a plot, and of each row of the legend above it
 LEGEND_CHARACTERS = 44  # characters of a legend's row, to fit a narrow window
@@ -41,6 +41,19 @@ IDLE = "#000000"
 _STOPS = ("#1f63b5", "#4f9bd0", "#9ecae1", "#f2f2f2", "#fcae7b", "#ef5a3c", "#99000d")
 _NAMES = {0.125: "1/8", 0.25: "1/4", 0.5: "1/2", 1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}
 _SHORT, _TALL, _ROW, _MARGINS = 150, 520, 12, 60  # pixels: least and largest height of a map, height of an expert, axes
+
+
+class Positions(NamedTuple):
+    """The meaning of a curve's positions.
+
+    number_format: of bokeh; None: as many digits as needed. dtype: of the positions in the page."""
+
+    name: str
+    number_format: str | None
+    dtype: type[np.generic]
+
+
+ITERATIONS = Positions("iteration", "0,0", np.int32)
 
 
 @dataclass(frozen=True)
@@ -64,22 +77,24 @@ def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> models
 
 
 def draw(
-    plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: models.Range1d | None = None
-) -> list[PlotModels]:
+    plots: Sequence[Plot], events: Sequence[Sequence[Event]], iteration_range: models.Range1d | None = None,
+    positions: Positions = ITERATIONS,
+) -> list[PlotModels]:  # fmt: skip
     """Returns the plots as bokeh figures, which are named `plot-0`, `plot-0-log`, `plot-1` and so on.
 
     events: events of each run.
     iteration_range: the iterations to show; None: those of `plots`.
+    positions: what the curves have as `iterations`.
     """
     if not plots:
         return []
     iteration_range = iterations_of(plots) if iteration_range is None else iteration_range
     event_sources, plot_models = list(_event_sources(events)), []
     for number, plot in enumerate(plots):
-        sources = [_source(curve) for curve in plot.curves]
+        sources = [_source(curve, positions) for curve in plot.curves]
         scales, scale_models = _scales(plot), []
         for scale in scales:
-            model = _figure(plot, sources, iteration_range, event_sources, len(events) > 1, scale)
+            model = _figure(plot, sources, iteration_range, event_sources, len(events) > 1, scale, positions)
             model.name = f"plot-{number}" if scale == scales[0] else f"plot-{number}-log"
             model.visible = scale == scales[0]
             scale_models.append(model)
@@ -95,10 +110,9 @@ def _scales(plot: Plot) -> tuple[Scale, ...]:
     return SCALES if group == "Loss" and is_positive else ("linear",)
 
 
-def _source(curve: Curve) -> models.ColumnDataSource:
-    """Returns a bokeh source with the points of a curve as 32-bit arrays, which bokeh embeds in binary
-    form."""
-    columns = {"x": curve.iterations.astype(np.int32), "y": curve.values.astype(np.float32)}
+def _source(curve: Curve, positions: Positions) -> models.ColumnDataSource:
+    """Returns a bokeh source with the points of a curve as arrays, which bokeh embeds in binary form."""
+    columns = {"x": curve.iterations.astype(positions.dtype), "y": curve.values.astype(np.float32)}
     return models.ColumnDataSource({**columns, "tokens": curve.tokens.astype(np.float32)}, name="curve")
 
 
@@ -117,29 +131,35 @@ def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kin
                 yield run, kind, models.ColumnDataSource(data, name=f"event {kind}")
 
 
-def _empty_figure(iteration_range: models.Range1d, y_label: str | None, grid_color: str | None, **options: Any) -> Any:
+def _empty_figure(
+    iteration_range: models.Range1d, y_label: str | None, grid_color: str | None, positions: Positions = ITERATIONS,
+    **options: Any,
+) -> Any:  # fmt: skip
     """Returns an empty bokeh figure with iterations as x axis, and tools to pan and zoom. options: for
     bokeh."""
     tools = [models.PanTool(), models.BoxZoomTool(), models.WheelZoomTool(dimensions="width"), models.ResetTool()]
     empty: Any = figure(
         sizing_mode="stretch_width", x_range=iteration_range, min_border_right=12, active_drag="auto", tools=tools,
-        toolbar_location="right", x_axis_label="iteration", y_axis_label=y_label, **options,
+        toolbar_location="right", x_axis_label=positions.name, y_axis_label=y_label, **options,
     )  # fmt: skip
     empty.toolbar.logo, empty.toolbar.autohide = None, True
-    empty.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
+    if positions.number_format is not None:
+        empty.xaxis.formatter = models.NumeralTickFormatter(format=positions.number_format)
     empty.grid.grid_line_color, empty.outline_line_color = grid_color, None
     return empty
 
 
 def _figure(
     plot: Plot, sources: Sequence[models.ColumnDataSource], iteration_range: models.Range1d,
-    events: Sequence[tuple[int, Kind, models.ColumnDataSource]], several: bool, scale: Scale,
+    events: Sequence[tuple[int, Kind, models.ColumnDataSource]], several: bool, scale: Scale, positions: Positions,
 ) -> Any:  # fmt: skip
     """Returns the bokeh figure of one plot. The lines of its events are named `event KIND`.
 
     sources: points of each curve. several: whether the page has several runs; then colours stand for runs,
     else for metrics."""
-    plot_figure = _empty_figure(iteration_range, plot.unit or None, grid_color="#e8eaed", y_axis_type=scale)
+    plot_figure = _empty_figure(
+        iteration_range, plot.unit or None, grid_color="#e8eaed", positions=positions, y_axis_type=scale
+    )
     if scale == "linear":
         plot_figure.yaxis.formatter = models.BasicTickFormatter(power_limit_high=9)
     spans = []
@@ -164,7 +184,8 @@ def _figure(
         if len(curve.values) <= MARKED_POINTS:
             parts.append(plot_figure.scatter("x", "y", source=source, size=5, color=color))
         lines.setdefault(curve.label, []).extend(parts)
-        plot_figure.add_tools(_hover(parts[-1:], (("", _escape_columns(curve.label)), *POINT)))
+        place = (positions.name, "@x" if positions.number_format is None else f"@x{{{positions.number_format}}}")
+        plot_figure.add_tools(_hover(parts[-1:], (("", _escape_columns(curve.label)), place, *POINT)))
     if spans:
         plot_figure.add_tools(_hover(spans, EVENT))
     values = np.concatenate([curve.values for curve in plot.curves])

@@ -26,7 +26,8 @@ function shown(plot) {
     (curves[name] ||= []).push([inside.length, glyph.sx.length]);
   }
   return {name: plot.name, width: frame.width, height: frame.height, curves, low: plot.y_range.start,
-          high: plot.y_range.end, names, from: plot.x_range.start, to: plot.x_range.end};
+          high: plot.y_range.end, names, from: plot.x_range.start, to: plot.x_range.end,
+          ground: plot.background_fill_color};
 }
 const wait = ms => new Promise(done => setTimeout(done, ms));
 const plots = () => Bokeh.documents[0].roots().filter(plot => plot.visible);
@@ -120,17 +121,17 @@ addEventListener("message", event => {{
 </script></body></html>"""
 
 
-def open_sound_page(page: Path, width: int = 1200) -> dict[str, Any]:
+def open_sound_page(page: Path, width: int = 1200, dark: bool = False) -> dict[str, Any]:
     """`open_page`, of a page that complains of nothing, fetches nothing, fits the window and can be read."""
-    answers = open_page(page, width)
+    answers = open_page(page, width, dark)
     for name in ("problems", "console", "loaded", "overflowing", "low_contrast"):
         assert answers[name] == [], (name, answers[name])
     assert answers["width"] <= answers["window_width"] == width, "nothing reaches over the edge"
     return answers
 
 
-def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
-    """Returns what Chromium shows of the page at a window's width.
+def open_page(page: Path, width: int = 1200, dark: bool = False) -> dict[str, Any]:
+    """Returns what Chromium shows of the page at a window's width. dark: the reader prefers dark colours.
 
     `plots`, each with its curves as (points inside the frame, points); `names`: of all that is drawn;
     `clicked`: the same after a click on every box and with the last of every choice; `zoomed`: where the
@@ -150,7 +151,8 @@ def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
         copy = frame
     done = subprocess.run(
         [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=30000",
-         "--enable-logging=stderr", "--v=0", f"--window-size={width},2000", "--dump-dom", copy.as_uri()],
+         "--enable-logging=stderr", "--v=0", f"--window-size={width},2000",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", copy.as_uri()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     match = re.search(r'<pre id="findings">(.*?)</pre>', done.stdout, re.S)
