@@ -69,10 +69,10 @@ test-slurm: $(ENV)  ## a real Slurm with two virtual nodes, pdsh and OpenMPI, in
 	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client slurmdbd mariadb-server munge pdsh openmpi-bin > /dev/null
 	$(RUN) -m pytest -m slurm tests
 
-test-browser: $(ENV)  ## pages of runs, cleaning, pipelines and plans opened in Chromium, which apt-get installs (root) where it is missing
-	@command -v chromium > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0; } || { echo "make test-browser: needs Debian's apt-get and root; install chromium yourself, then: pytest -m browser tests/operations tests/data tests/pipelines tests/planning"; exit 1; }
+test-browser: $(ENV)  ## pages of runs, comparisons, cleaning, pipelines and plans opened in Chromium, which apt-get installs (root) where it is missing
+	@command -v chromium > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0; } || { echo "make test-browser: needs Debian's apt-get and root; install chromium yourself, then: pytest -m browser tests/operations tests/data tests/experiments tests/pipelines tests/planning"; exit 1; }
 	command -v chromium > /dev/null || apt-get install -y -qq --no-install-recommends chromium > /dev/null
-	$(RUN) -m pytest -m browser tests/operations tests/data tests/pipelines tests/planning
+	$(RUN) -m pytest -m browser tests/operations tests/data tests/experiments tests/pipelines tests/planning
 
 test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
 	$(RUN) -m pytest -m install tests/tools

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +14,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.evaluation.task_loading import SHIPPED
+from megatron.process.run_files import Problems
+from megatron.process.score_files import read_samples, samples_file, score_rows
 from tests.evaluation.runs import lm_eval_command, make_model, make_tasks, on_terminal
 from tests.generation.runs import run_script
 from tests.marks import with_more
@@ -177,7 +180,7 @@ def test_a_checkpoint_in_two_layouts_as_typed(use_deepy, tmp_path):
     values = config(NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2)
     run_ranks(run_to_end, 1, values)
     (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
-    (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\n")
+    (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\neval_log_samples: true\n")
     argv = ["-d", str(tmp_path), "a.yml", "tp", "--eval_tasks", "shipped_choice", "own_text", "--eval_include_path",
             str(tmp_path), "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
     if use_deepy:
@@ -189,7 +192,16 @@ def test_a_checkpoint_in_two_layouts_as_typed(use_deepy, tmp_path):
     assert code == 0, output + problems
     assert_close_to_hf(output)
     (file,) = tmp_path.glob("eval_results_*.json")
-    assert set(json.loads(file.read_text())["results"]) == {"shipped_choice", "own_text"}
+    results = json.loads(file.read_text())
+    assert set(results["results"]) == {"shipped_choice", "own_text"}
+    model = results["config"]["model_args"]
+    assert (model["load"], model["iteration"]) == (str(tmp_path / "save"), 2), "by which `compare` finds the run"
+    rows = {row.name: row for row in score_rows(results)}
+    samples = read_samples(samples_file(file, "shipped_choice"), "acc", "none", problems := Problems())
+    assert len(samples) == 6 and problems.lines() == []
+    accuracy = rows["shipped_choice_acc"]
+    assert statistics.fmean(samples.values()) == pytest.approx(accuracy.value)
+    assert statistics.stdev(samples.values()) / 6**0.5 == pytest.approx(accuracy.stderr)
 
 
 def test_what_is_wrong_is_said_in_a_line(model, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import io
+import json
 import logging
 import os
 import random
@@ -137,6 +138,7 @@ def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 def test_a_failed_task_is_reported_and_ends_the_run_only_on_request(policy, tmp_path):
     tasks = ["own_gone", "own_long", "shipped_choice"]
     values = values_of(tmp_path, pipe_parallel_size=2) | {"eval_tasks": tasks, "eval_failures": policy}
+    values["eval_output_dir"] = str(tmp_path / "results")
     task_text = (tmp_path / "own_text.yaml").read_text()
     for name, old, new in (("own_gone", "own.jsonl", "gone.jsonl"), ("own_long", "toks: 12", "toks: 900")):
         (tmp_path / f"{name}.yaml").write_text(task_text.replace("own_text", name).replace(old, new))
@@ -150,6 +152,9 @@ def test_a_failed_task_is_reported_and_ends_the_run_only_on_request(policy, tmp_
     assert "run finished at iteration 4" in text
     accuracies = scored(lines(tmp_path / "logs" / "metrics.jsonl"), "eval_tasks/shipped_choice_acc")
     assert list(accuracies) == [0, 2, 4], "the others are scored"
+    for step in accuracies:
+        results = json.loads((tmp_path / "results" / f"eval_results_step{step}.json").read_text())
+        assert results["config"]["model_args"]["iteration"] == step
 
 
 def refused(rank: int, world: int, values: dict[str, Any], changes: list[dict[str, Any]]) -> list[str]:

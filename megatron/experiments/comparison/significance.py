@@ -17,8 +17,9 @@ def mcnemar_test(only_first: int, only_second: int) -> float:
 
     only_first, only_second: documents that only the first, or only the second, answers correctly.
     """
-    count, smaller_count = only_first + only_second, min(only_first, only_second)
-    return min(1.0, 2 * sum(math.comb(count, k) for k in range(smaller_count + 1)) / 2**count)
+    larger, smaller = max(only_first, only_second), min(only_first, only_second)
+    # Twice the share of `smaller` or fewer heads among so many throws of a coin
+    return min(1.0, 2 * _incomplete_beta(larger, smaller + 1, 0.5)) if larger else 1.0
 
 
 def paired_t_test(differences: Sequence[float]) -> float | None:
