@@ -16,6 +16,7 @@ from megatron.process.completion import is_completing, skip_word, typed_words
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.reading.command_line import DeepyCommand
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
@@ -57,15 +58,48 @@ def run_script(words: Sequence[str]) -> int:
     return import_module(script.removesuffix(".py").replace("/", ".")).main(arguments) or 0
 
 
+def carry_out(command: "DeepyCommand") -> int:
+    """Starts the script of a parsed command line, or prints what is asked for. Returns the exit code."""
+    from megatron.launch import dry_run, launch, set_arch_list
+    from megatron.neox_arguments.reports.config_dump import print_config
+
+    if command.print_config:
+        print(print_config(command.args))
+        return 0
+    if command.print_schedule:
+        from megatron.training.native.schedule_report import draw_schedule, schedule_lines
+
+        print("\n".join(schedule_lines(command.args)))
+        if command.schedule_picture is not None:
+            draw_schedule(command.args, command.schedule_picture)
+        return 0
+    command.args.check_for(command.user_script)  # once, before ranks are started
+    if command.dry_run:
+        for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
+            print(line)
+        return 0
+    outlive_readers()
+    if command.args.init_only and Path(command.user_script).name == "train.py":
+        import train
+
+        return train.main(command.args)
+    message = set_arch_list(os.environ)
+    if message:
+        print(message, file=sys.stderr)
+    code = launch(command.user_script, command.args, (), command.node_rank, command.hosts, command.quiet)
+    if code and command.args.report and Path(command.user_script).name == "train.py":
+        report_of_failed(command.args)
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """argv: the words after `deepy.py`; None: those of this process."""
     if argv is None:
         argv = typed_words() if is_completing() else sys.argv[1:]
-    from megatron.launch import dry_run, install_root, launch, process_info, set_arch_list
+    from megatron.launch import install_root, process_info
     from megatron.launch.command import DEEPY
     from megatron.neox_arguments import UserError
     from megatron.neox_arguments.reading.command_line import parse_deepy
-    from megatron.neox_arguments.reports.config_dump import print_config
 
     try:
         if argv and argv[0] in DEEPY:
@@ -90,6 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron.finetuning.command import main as finetune
 
             return finetune(argv[1:], run_script, hf_model_keys)
+        if argv[:1] == ["branch"]:
+            from megatron.experiments.branch_command import main as branch
+
+            return branch(argv[1:], install_root(), carry_out)
         if argv[:1] == ["chat"]:
             from megatron.generation.chat_command import main as chat
 
@@ -100,33 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"deepy.py: no such files here; using presets: {', '.join(command.presets)}",
                 file=sys.stderr,
             )
-        if command.print_config:
-            print(print_config(command.args))
-            return 0
-        if command.print_schedule:
-            from megatron.training.native.schedule_report import draw_schedule, schedule_lines
-
-            print("\n".join(schedule_lines(command.args)))
-            if command.schedule_picture is not None:
-                draw_schedule(command.args, command.schedule_picture)
-            return 0
-        command.args.check_for(command.user_script)  # once, before ranks are started
-        if command.dry_run:
-            for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
-                print(line)
-            return 0
-        outlive_readers()
-        if command.args.init_only and Path(command.user_script).name == "train.py":
-            import train
-
-            return train.main(command.args)
-        message = set_arch_list(os.environ)
-        if message:
-            print(message, file=sys.stderr)
-        code = launch(command.user_script, command.args, (), command.node_rank, command.hosts, command.quiet)
-        if code and command.args.report and Path(command.user_script).name == "train.py":
-            report_of_failed(command.args)
-        return code
+        return carry_out(command)
     except UserError as problem:
         sys.stderr.write(problem.error_lines("deepy.py"))
         return 1

@@ -26,6 +26,7 @@ DEEPY = {
     "finetune": "fine-tune a HuggingFace model on a file",
     "chat": "talk to a model",
     "plan": "tell what a run needs, and how long it takes",
+    "branch": "start a run from a checkpoint of another one",
     "pipeline": "run stages with gates between them",
     "compare": "compare runs: keys, curves, speed, scores",
     "doctor": "check whether a run can start here",

@@ -113,6 +113,11 @@ _WRITTEN_AS = {
 }
 
 
+def stored_schedule(saved: Mapping[str, Any]) -> Schedule:
+    """Returns the schedule of a checkpoint's `lr_scheduler` entry, NeoX's or ours."""
+    return Schedule(**{name: saved[label] for name, (label, _) in _WRITTEN_AS.items() if label in saved})
+
+
 def resumed_schedule(
     schedule: Schedule, saved: Mapping[str, Any] | None, args: NeoXArgs, path: str, user_config: Mapping[str, Any]
 ) -> Schedule:
@@ -131,7 +136,7 @@ def resumed_schedule(
         if args.use_checkpoint_lr_scheduler:
             raise CheckpointError(f"{path} holds no learning-rate schedule to use; remove use_checkpoint_lr_scheduler")
         return schedule
-    stored = Schedule(**{name: saved[label] for name, (label, _) in _WRITTEN_AS.items() if label in saved})
+    stored = stored_schedule(saved)
     if args.use_checkpoint_lr_scheduler:
         return stored
     changed = []

@@ -44,7 +44,7 @@ from megatron.training.builtin_callbacks.profiling import record_memory_history
 from megatron.training.checkpoint.local_saves import LocalSaves
 from megatron.training.checkpoint.resume import CheckpointLoader
 from megatron.training.checkpoint.run_parts import RunParts
-from megatron.training.checkpoint.same_run import begun_of, continued
+from megatron.training.checkpoint.same_run import begun_of, continued, restarts_data
 from megatron.training.checkpoint.source import (
     CheckpointSource,
     adopt_vocabulary,
@@ -273,7 +273,8 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         user_args, method, tokenizer, source, manifest, groups, engine.name, logger.info
     )
     watchdog.now("reading the data")
-    data_state, epochs = begun_of(manifest, method), model_args.train_epochs
+    data_state = begun_of(manifest, method, restarts_data(user_args, source.goes_on))
+    epochs = model_args.train_epochs
     on_writers = _on_writers(model_args, groups, process)
     run_args = _with_length(model_args, method, groups, data_state, logger.info)
     _log_configuration(run_args, tokenizer, logger)

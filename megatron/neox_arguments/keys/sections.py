@@ -289,6 +289,22 @@ class SeqCurriculum:
 
 
 @dataclass(frozen=True)
+class BranchedFrom:
+    """The sub-keys of the configuration key `branched_from`."""
+
+    run: str = key(REQUIRED, "The parent's folder of checkpoints")
+    iteration: int = key(REQUIRED, "Step of the parent at which the branch begins", ge=0)
+    digest: str = key(REQUIRED, "SHA-256 of that checkpoint's manifest.json")
+    data: Literal["continued", "replanned", "restarted"] = key(
+        REQUIRED,
+        "continued: the parent's data, in its order. replanned: another mix, whose sets go on after the samples they "
+        "gave. restarted: other data, from their sample 0",
+    )
+    changed: Mapping[str, Any] | None = key(None, "Keys that differ from the parent's: [old value, new value]")
+    parent: Mapping[str, Any] | None = key(None, "The parent's own branched_from, if it is a branch")
+
+
+@dataclass(frozen=True)
 class WeightSchedule:
     """The sub-keys of the configuration key `train_data_weight_schedule`."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.neox_arguments.keys.declaration import key, new_key
-from megatron.neox_arguments.keys.sections import Optimizer
+from megatron.neox_arguments.keys.sections import BranchedFrom, Optimizer
 
 
 @dataclass(frozen=True)
@@ -220,3 +220,7 @@ class CheckpointKeys:
     restart: bool = new_key(False, "Start from `load`, or afresh, even if `save` holds a checkpoint of this run")
     load_fallback: bool = new_key(False, "If the newest checkpoint is damaged or holds NaN or Inf, load the one before")
     allow_changed_data: bool = new_key(False, "Resume even if the data differs from the checkpoint's")
+    branched_from: Mapping[str, Any] | None = new_key(
+        None, "The checkpoint of another run from which this run goes on, written by deepy.py branch",
+        section=BranchedFrom
+    )  # fmt: skip

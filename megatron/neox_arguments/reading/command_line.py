@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.neox_arguments.errors import ConfigError
 from megatron.neox_arguments.neox_args import NeoXArgs, load, load_assignments
-from megatron.neox_arguments.reading.files import parse_overrides
+from megatron.neox_arguments.reading.files import file_assignments, parse_overrides
 from megatron.neox_arguments.reading.presets import SUFFIXES, file_name, files_of
 from megatron.neox_arguments.reports.config_dump import diff_config, print_config
 from megatron.neox_arguments.reports.key_reference import help_pages
@@ -142,24 +142,7 @@ def parse_deepy(
     description = "Start a script on the ranks of this machine, or of several."
     parser = _parser("deepy.py", _DEEPY, description, with_script=True, with_model=read_hf_model is not None)
     add_completers(parser, preset_root, commands)
-    parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="index of this machine, from 0")
-    parser.add_argument(
-        "--hosts", metavar="HOST:0,1", nargs="+", default=(),
-        help="machines and their GPUs, or HOST=RANKS; with --dry-run: print the line to type on each machine",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true",
-        help="print the commands of the run, or the problems of the configuration, and exit; "
-        "`deepy.py doctor CONF` also checks files and the machine",
-    )  # fmt: skip
-    parser.add_argument(
-        "--print-schedule", action="store_true",
-        help="print what each pipeline stage runs when, how long stages are idle, the activations they hold, and exit",
-    )  # fmt: skip
-    parser.add_argument(
-        "--schedule-picture", metavar="FILE", type=Path, help="print the schedule, and draw it into FILE (.png or .svg)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="show only failures; the log files have everything")
+    _add_launch_flags(parser)
     parser.add_argument("--neox-args", metavar="FILE", help=argparse.SUPPRESS)  # from deepy.py on another machine
     parsed = parser.parse_intermixed_args(argv)
     if not Path(parsed.user_script).is_file():
@@ -178,11 +161,66 @@ def parse_deepy(
         if parsed.hosts and (args.include or args.exclude or args.hostfile):
             key = next(name for name in ("include", "exclude", "hostfile") if getattr(args, name))
             raise ConfigError([f"--hosts already chooses machines and GPUs; remove {key} ({args.origin(key)})"])
+    return _deepy_command(parsed, args, presets)
+
+
+class BranchWords(NamedTuple):
+    """The words after `deepy.py branch`.
+
+    source: RUN@STEP; "" if none is named. tree: the run whose family is asked for. assignments: the keys of
+    files, flags and --set, in this order.
+    """
+
+    source: str
+    tree: str | None
+    assignments: Sequence[tuple[str, Any, str]]
+    parsed: argparse.Namespace
+
+    def command(self, script: Path, config: Path, args: NeoXArgs) -> DeepyCommand:
+        """Returns the command that starts the branch. config: the file of its configuration."""
+        typed = {"user_script": str(script), "conf_file": [str(config)], "conf_dir": None, "set": []}
+        return _deepy_command(argparse.Namespace(**{**vars(self.parsed), **typed}), args, ())
+
+
+def parse_branch(argv: Sequence[str], preset_root: Path, examples: str, description: str) -> BranchWords:
+    """Parses the words after `deepy.py branch`. Raises ConfigError for files that cannot be read."""
+    parser = _parser("deepy.py branch", examples, description)
+    parser.add_argument("--tree", metavar="RUN", help="print the runs from which RUN comes, and its branches, and exit")
+    _add_launch_flags(parser)
+    add_completers(parser, preset_root)
+    parsed = parser.parse_intermixed_args(argv)
+    source, *names = parsed.conf_file or [""]
+    files, _ = files_of(names, parsed.conf_dir, preset_root)
+    return BranchWords(source, parsed.tree, [*file_assignments(files), *_assignments(parsed, None)], parsed)
+
+
+def _deepy_command(parsed: argparse.Namespace, args: NeoXArgs, presets: Sequence[str]) -> DeepyCommand:
     return DeepyCommand(
         parsed.user_script, args, parsed.print_config, parsed.node_rank, tuple(parsed.hosts), parsed.dry_run,
         tuple(_words(parsed)), tuple(presets),
         parsed.print_schedule or parsed.schedule_picture is not None, parsed.schedule_picture, parsed.quiet,
     )  # fmt: skip
+
+
+def _add_launch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--node_rank", "--node-rank", metavar="R", type=int, help="index of this machine, from 0")
+    parser.add_argument(
+        "--hosts", metavar="HOST:0,1", nargs="+", default=(),
+        help="machines and their GPUs, or HOST=RANKS; with --dry-run: print the line to type on each machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true",
+        help="print the commands of the run, or the problems of the configuration, and exit; "
+        "`deepy.py doctor CONF` also checks files and the machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--print-schedule", action="store_true",
+        help="print what each pipeline stage runs when, how long stages are idle, the activations they hold, and exit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--schedule-picture", metavar="FILE", type=Path, help="print the schedule, and draw it into FILE (.png or .svg)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="show only failures; the log files have everything")
 
 
 def _used_flags(parsed: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:

@@ -91,6 +91,26 @@ def read_files(files: Sequence[str | Path]) -> RawConfig:
     return config
 
 
+def file_assignments(files: Sequence[str | Path]) -> list[tuple[str, Any, str]]:
+    """Returns the keys of files as overrides of another configuration: [(dotted path, value, origin)].
+
+    A section replaces the whole section, a dotted key a part of it, and `key:` alone removes the key. Raises
+    ConfigError.
+    """
+    config = read_files(files)
+    if config.problems:
+        raise ConfigError(config.problems)
+    paths = [path for path in config.origins if not any(path.startswith(f"{other}.") for other in config.origins)]
+    return [(path, value_at(config.values, path), config.origins[path]) for path in paths]
+
+
+def value_at(values: Any, path: str) -> Any:
+    """Returns the value at a dotted path in nested mappings; None if there is none."""
+    for part in path.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
 def parse_overrides(overrides: Mapping[str, Any] | Sequence[str], origin: str) -> list[tuple[str, Any, str]]:
     """Parses `{"a.b": 1}` or `["a.b=1"]` (values are YAML) into [(dotted path, value, origin)]. Raises
     ConfigError."""

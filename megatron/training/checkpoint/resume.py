@@ -45,7 +45,7 @@ from megatron.training.checkpoint.base_weights import base_source, begin_adapter
 from megatron.training.checkpoint.forward_check import check_forward
 from megatron.training.checkpoint.local_saves import LocalSaves
 from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
-from megatron.training.checkpoint.same_run import check_same_run
+from megatron.training.checkpoint.same_run import check_parent, check_same_run, restarts_data
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
 from megatron.training.schedules import resumed_schedule
 
@@ -97,6 +97,7 @@ class CheckpointLoader:
             its_manifest is not None and not its_manifest.data and not its_manifest.optimizer
         )  # weights without a run
         if imported or (args.finetune and not goes_on):
+            self._check_parent(source)
             checkpoint = self._verified(source)
             if not self._load_weights(source, checkpoint, begins=True):
                 self._check_forward(checkpoint)
@@ -261,11 +262,14 @@ class CheckpointLoader:
 
     def _restore(self, path: Path, goes_on: bool) -> TrainingProgress:
         args = self.args
-        checkpoint = self._verified(path, optimizer=not args.no_load_optim)
+        if not goes_on:
+            self._check_parent(path)
+        loads_optimizer = self._loads("no_load_optim", goes_on)
+        checkpoint = self._verified(path, optimizer=loads_optimizer)
         manifest = checkpoint.manifest
         self._check_run(path, manifest, goes_on)
         self._load_weights(path, checkpoint)
-        takes_optimizer = self._takes_optimizer(path, manifest, goes_on)
+        takes_optimizer = loads_optimizer and self._takes_optimizer(path, manifest, goes_on)
         if takes_optimizer:
             self._check_layout(checkpoint)
         rank = self.run.model_rank if (path / model_file(self.run.model_rank)).exists() else 0
@@ -291,9 +295,10 @@ class CheckpointLoader:
                 name = zero_file(self.groups.rank("data_context"), self.run.model_rank, args.params_dtype == "bf16")
                 run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint, name))
         self._check_forward(checkpoint)
-        if not args.no_load_rng:
+        if self._loads("no_load_rng", goes_on):
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
         consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
+        consumed = 0 if restarts_data(args, goes_on) else consumed
         skipped = int(state.get("skipped_steps", 0))
         counters = {"iteration": iteration, "consumed_samples": consumed, "skipped_steps": skipped}
         window = state.get("spike_window", [])
@@ -331,14 +336,29 @@ class CheckpointLoader:
         if unknown:
             self.logger.info(f"{checkpoint.path} has no FP8 scales for {unknown} linears; the first step makes them")
 
+    def _check_parent(self, path: Path) -> None:
+        """If this run is a branch, check that `path` is the checkpoint from which it was branched, and log it."""
+        parent = self.args.branched_from
+        if parent is not None:
+            on_rank_zero(self.groups, lambda: check_parent(self.args, path))
+            place = f"step {parent['iteration']} of {parent['run']}"
+            self.logger.info(f"branch of {place}, manifest {parent['digest'][:12]}; data {parent['data']}")
+
+    def _loads(self, key: str, goes_on: bool) -> bool:
+        """Returns whether to load what `key` (no_load_optim, no_load_rng) leaves out. In a branch that was begun
+        the keys have no effect any more."""
+        if goes_on and self.args.branched_from is not None and not self.args.compat_no_save_optim:
+            return True
+        return not getattr(self.args, key)
+
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
-        """Returns whether to load the optimizer's state from the checkpoint.
+        """Returns whether the checkpoint has an optimizer's state to load.
 
         Raises CheckpointError if the run needs it but the checkpoint has none.
         """
         args = self.args
-        if args.no_load_optim or manifest is None or manifest.optimizer:
-            return not args.no_load_optim
+        if manifest is None or manifest.optimizer:
+            return True
         if 0 < manifest.iteration < args.train_iters:  # else the state was still empty, or is not needed any more
             remedy = "restart: true to start anew" if goes_on else "finetune: true to start at iteration 0"
             raise CheckpointError(
@@ -393,7 +413,7 @@ class CheckpointLoader:
             if getattr(saved, name) != getattr(now, name)
         ]
         saved_type = (manifest.config.get("optimizer") or {}).get("type", "Adam")
-        if manifest.config and _moments(saved_type) != _moments(self.args.optimizer["type"]):
+        if manifest.config and moments_of(saved_type) != moments_of(self.args.optimizer["type"]):
             changes.append(ConfigChange("optimizer.type", self.args.optimizer["type"], saved_type))
         if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
             changes.append(ConfigChange("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
@@ -457,7 +477,7 @@ class CheckpointLoader:
             self.engine.set_weights(masters)
 
 
-def _moments(optimizer: str) -> str:
+def moments_of(optimizer: str) -> str:
     """Returns a name for the kind of state that an optimizer of this type keeps: "adam" for all kinds of
     Adam."""
     kind = optimizer.lower()

@@ -18,7 +18,9 @@ from megatron.checkpointing import (
     read_manifest,
     responsible_key,
 )
+from megatron.checkpointing.manifest import MANIFEST
 from megatron.data import DataState, path_key
+from megatron.data.files import sha256
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import Tokenizer
@@ -43,13 +45,35 @@ def continued(args: NeoXArgs, source: CheckpointSource) -> Manifest | None:
     return manifest if manifest is not None and manifest.data else None
 
 
-def begun_of(manifest: Manifest | None, method: MethodState) -> DataState:
+def restarts_data(args: ModelArgs, goes_on: bool) -> bool:
+    """Returns whether this is the first start of a branch that reads other data than its parent, from their
+    sample 0.
+
+    goes_on: the run resumes from its own `save`.
+    """
+    return not goes_on and args.branched_from is not None and args.branched_from["data"] == "restarted"
+
+
+def check_parent(args: ModelArgs, path: Path) -> None:
+    """Raise CheckpointError if `path`, from which a branch begins, is not the checkpoint that it was made
+    for."""
+    parent = args.branched_from
+    if parent is not None and sha256(path / MANIFEST) != parent["digest"]:
+        raise CheckpointError(
+            f"{path}: is not the checkpoint that this run was branched from (step {parent['iteration']} of "
+            f"{parent['run']}, manifest {parent['digest'][:12]}); restore that one, or branch anew into another save"
+        )
+
+
+def begun_of(manifest: Manifest | None, method: MethodState, restarts: bool = False) -> DataState:
     """Returns a resumed run's position in its data, and how its order of samples was laid out.
 
-    manifest: of its checkpoint; None: the position at the start of a new run.
+    manifest: of its checkpoint; None: the position at the start of a new run. restarts: from `restarts_data`.
     """
     if manifest is None:
         return DataState()
+    if restarts:
+        return DataState(manifest.iteration, 0, {}, method.further_samples(manifest.data))
     laid_out = manifest.data.get("laid_out")
     if laid_out is None:
         laid_out = _earlier_layout(manifest.data["order"])
@@ -74,11 +98,14 @@ def check_same_run(
         begin = "set another save, load to this folder and finetune: true" if goes_on else "set finetune: true"
         raise CheckpointError(f"{text}; to train adapters on its weights, {begin}")
     restart = "restart: true to start anew" if goes_on else "finetune: true to start anew with these weights"
-    if manifest.seed != args.seed:
+    branch = None if goes_on or args.branched_from is None else args.branched_from["data"]
+    if manifest.seed != args.seed and branch != "restarted":
         text = describe_changes([ConfigChange("seed", args.seed, manifest.seed)], args, run_words)
         raise CheckpointError(f"{text}; restore it, or set {'another save, or ' if goes_on else ''}{restart}")
-    if manifest.data and not args.allow_changed_data:  # a resharded GPT-NeoX checkpoint has no data record
-        changes = _changed_files(manifest, record["files"], args) + _changed_order(manifest, record["order"])
+    if branch == "replanned":
+        _check_replanned(args, path, manifest, record)
+    elif manifest.data and not args.allow_changed_data and branch != "restarted":  # a resharded GPT-NeoX checkpoint has no data record
+        changes = data_changes(args, manifest, record["files"], record["order"])
         if changes:
             raise CheckpointError(
                 f"{describe_changes(changes, args, run_words)}; restore it, or set {restart}, or allow_changed_data: "
@@ -98,6 +125,27 @@ def check_same_run(
         change = ConfigChange(key, now, saved if saved not in (None, now) else "other content")
         text = describe_changes([change], args, run_words)
         raise CheckpointError(f"{text}; restore the tokenizer that the model was trained with")
+
+
+def _check_replanned(args: NeoXArgs, path: Path, manifest: Manifest, record: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the mix of a branch begins with the samples that its parent has read."""
+    if args.train_data_weight_schedule and args.train_batch_size * manifest.iteration != manifest.consumed_samples:
+        raise args.error(
+            "train_batch_size",
+            f"{args.train_batch_size} samples a step, but the {manifest.iteration} steps of {path} read "
+            f"{manifest.consumed_samples}; a branch to another mix keeps the batch of its parent",
+        )
+    is_blend = "train_0" in manifest.data["files"], "train_0" in record["files"]
+    if is_blend[0] == is_blend[1] and manifest.data.get("consumed_sha256") != record["consumed_sha256"]:
+        raise CheckpointError(f"{path}: the mix does not begin with the samples that this run has read; branch anew")
+
+
+def data_changes(
+    args: ModelArgs, manifest: Manifest, files: Mapping[str, Any], order: Mapping[str, Any]
+) -> list[ConfigChange]:
+    """Returns the changes of data and order since a checkpoint. files: from `data_fingerprint`. order: from
+    `order_keys`."""
+    return _changed_files(manifest, files, args) + _changed_order(manifest, order)
 
 
 def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[ConfigChange]:
