@@ -43,6 +43,7 @@ _INSTEAD = (
     (("train_iters", "train_epochs"), ("train_iters", "train_epochs")),
     (("warmup", "warmup_iters"), ("warmup", "warmup_iters")),
     (("lr_decay_iters", "lr_decay_fraction"), ("lr_decay_iters", "lr_decay_fraction")),
+    (("lr_decay_style",), ("lr_wsd_decay_iters", "lr_wsd_decay_style")),
     (_BLEND, _BLEND),
     (("data_path", "train_data_paths"), (*_TEXTS, *_PAIRS)),
     (("pos_train_data_paths",), (*_TEXTS, *_PAIRS)),
@@ -126,13 +127,17 @@ def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None
 def _new_branch(parent: Parent, save: Path, new: Assignments, start: Assignments, given: Mapping[str, Any]) -> Branch:
     origin = f"the run of {parent.checkpoint}"
     old_args = load_assignments([], [(key, value, origin) for key, value in parent.manifest.config.items()])
-    typed = {path.partition(".")[0] for path, value, _ in new if value is not None}
+    # `lr_decay_style:` alone is another style too, the default.
+    typed = {path.partition(".")[0] for path, value, _ in new if value is not None or path == "lr_decay_style"}
     replaced = {key for names, others in _INSTEAD if typed & set(names) for key in others}
     inherited = {key: value for key, value in parent.manifest.config.items() if key not in {*_OWN, *replaced}}
     base = [(key, value, origin) for key, value in inherited.items()]
     base += [*new, ("load", str(parent.run), "deepy.py branch"), ("iteration", parent.manifest.iteration, "deepy.py branch")]
     args = load_assignments([], base)
     choice = _Choice(parent, old_args, args)
+    steps = args.train_iters
+    if not choice.keys.get("finetune") and steps is not None and steps <= parent.manifest.iteration:
+        raise args.error("train_iters", f"{steps}: the branch begins at step {parent.manifest.iteration}; set more steps")
     base += [(key, value, "deepy.py branch") for key, value in choice.keys.items()]
     changed = _differing(old_args, args)
     family = {

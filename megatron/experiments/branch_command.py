@@ -47,7 +47,7 @@ def main(argv: Sequence[str], preset_root: Path, carry_out: Callable[[DeepyComma
         only_shows = command.print_config or command.print_schedule or command.dry_run
         _say(branch, sys.stderr if only_shows else sys.stdout)
         if not only_shows:
-            _write(branch)
+            write_branch(branch)
         return carry_out(command)
     except UserError as problem:
         sys.stderr.write(problem.error_lines(_COMMAND))
@@ -66,7 +66,7 @@ def _say(branch: Branch, stream: object) -> None:
         print(f"branch: {without_secrets(line)}", file=stream, flush=True)
 
 
-def _write(branch: Branch) -> None:
+def write_branch(branch: Branch) -> None:
     """Write the files of a new branch into its folder: first its configuration, then parent.json."""
     if branch.record is None or branch.config is None:
         return

@@ -1,0 +1,248 @@
+"""Branches equal, bit for bit, runs that had planned them; what they say, what they refuse, their family."""
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deepy import main
+from megatron.checkpointing import CheckpointError, Manifest, read_manifest
+from megatron.data import build_datasets, order_sha256
+from megatron.experiments.branch import Branch, plan_branch
+from megatron.experiments.branch_command import write_branch
+from megatron.experiments.lineage import tree_lines
+from megatron.neox_arguments import NeoXArgs, UserError, load
+from megatron.training import train
+from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import as_stopped_at, losses
+from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, begin, cells, config
+
+A, B, CHAT, LABELS = (
+    str(GOLDEN / "dataset" / f"{name}_document")
+    for name in ("corpusA_text", "corpusB_text", "chat_conversation", "chat_conversation_label")
+)
+# A long run with a constant rate, and dropout, whose random states go on too.
+LONG = {
+    "data_path": None, "train_data_paths": [A], "train_iters": 5, "lr_decay_iters": 100, "lr_decay_style": "wsd",
+    "lr_wsd_decay_iters": 10, "hidden_dropout": 0.1, "num_layers": 2, "checkpoint_factor": 2,
+    "train_micro_batch_size_per_gpu": 2, "eod_mask_loss": False,
+}  # fmt: skip
+DECAY = {"train_iters": 7, "lr_decay_iters": 7, "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "minus_sqrt"}
+MIX = {"train_iters": 7, "train_data_paths": [B, A], "train_data_weights": [1.0, 3.0]}
+PLANNED_MIX = {
+    "train_iters": 7, "train_data_paths": [A, B],
+    "train_data_weight_schedule": {"until": [4], "weights": [[1.0, 0.0], [3.0, 1.0]]},
+}  # fmt: skip
+SFT = {
+    "train_iters": 3, "train_data_paths": [CHAT], "train_label_data_paths": [LABELS], "pack_impl": "best_fit",
+    "lr_decay_style": "constant",
+}  # fmt: skip
+STATE = ("layer_", "optim_", "mp_rank_")
+
+
+def run_all(rank: int, world_size: int, configs: list[dict[str, Any]]) -> None:
+    """For the pool: whole runs, one after another."""
+    for values in configs:
+        training = begin(values)
+        train(training)
+        training.engine.close()
+
+
+def long_run(**keys: Any) -> dict[str, Any]:
+    return {key: value for key, value in config(ADAMW, LONG, **keys).items() if value is not None}
+
+
+def branch(source: str | Path, save: Path, **keys: Any) -> Branch:
+    """A branch as its command makes it, with its files."""
+    values = {**keys, "save": str(save)}
+    planned = plan_branch(str(source), [(key, value, "new.yml") for key, value in values.items()])
+    write_branch(planned)
+    return planned
+
+
+def values_of(planned: Branch) -> dict[str, Any]:
+    return json.loads(planned.args.to_json())["given"]
+
+
+def state(save: Path, step: int) -> dict[str, str]:
+    """The checksums of weights, optimizer state, random states and counters."""
+    return {name: file.sha256 for name, file in manifest_of(save, step).files.items() if name.startswith(STATE)}
+
+
+def manifest_of(save: Path, step: int) -> Manifest:
+    manifest = read_manifest(save / f"global_step{step}")
+    assert manifest is not None
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save = tmp_path_factory.mktemp("base") / "base"
+    run_ranks(run_all, 1, [long_run(save=str(save))])
+    return save
+
+
+@pytest.mark.parametrize("layout", cells(["plain"], ["dp2", "zero1", "pp2"]))
+def test_a_decay_and_a_mix_are_those_of_a_run_that_planned_them(layout: str, tmp_path: Path) -> None:
+    """Also after the branch was killed, and started by its own file."""
+    ranks, keys = LAYOUTS[layout]
+    names = [f"{kind} {name}" for kind in ("planned", "branched") for name in ("decay", "mix")]
+    planned_decay, planned_mix, decay, mix = (tmp_path / name for name in names)
+    long = long_run(save=str(tmp_path / "long"), **keys)
+    planned = [{**long, **DECAY, "save": str(planned_decay)}, {**long, **PLANNED_MIX, "save": str(planned_mix)}]
+    run_ranks(run_all, ranks, [long, *planned])
+    untouched = {path: path.stat().st_mtime_ns for path in (tmp_path / "long").rglob("*")}
+    branches = [branch(f"{tmp_path}/long@4", decay, **DECAY), branch(f"{tmp_path}/long@4", mix, **MIX)]
+    run_ranks(run_all, ranks, [values_of(made) for made in branches])
+    assert untouched == {path: path.stat().st_mtime_ns for path in (tmp_path / "long").rglob("*")}
+    for made, as_planned in ((decay, planned_decay), (mix, planned_mix)):
+        expected = {step: loss for step, loss in losses(as_planned).items() if step > 4}
+        assert losses(made) == expected and len(expected) == 3
+        assert state(made, 7) == state(as_planned, 7)
+    assert losses(decay) != losses(mix)
+    undisturbed = state(mix, 7)
+    shutil.rmtree(mix / "global_step7")
+    (mix / "latest").write_text("global_step6")
+    (mix / "logs" / "metrics.jsonl").unlink()
+    again = branch(f"{tmp_path}/long@4", mix, **MIX)
+    from_file = load([mix / "branch.yml"])
+    assert from_file.user_values == again.args.user_values == branches[1].args.user_values
+    run_ranks(run_all, ranks, [values_of(again)])
+    assert state(mix, 7) == undisturbed and list(losses(mix)) == [7]
+    record = manifest_of(mix, 7).config["branched_from"]
+    assert record.items() >= {"run": str(tmp_path / "long"), "iteration": 4, "data": "replanned"}.items()
+    assert record["changed"]["train_iters"] == [5, 7]
+
+
+def test_another_objective_and_other_data(base: Path, tmp_path: Path) -> None:
+    """SFT is fine-tuning as configured by hand; data that no run can plan begin at their sample 0."""
+    sft = branch(f"{base}@4", tmp_path / "sft", **SFT)
+    assert "weights alone, from iteration 0: another objective" in "\n".join(sft.lines)
+    by_hand = long_run(lr_wsd_decay_iters=None) | SFT
+    by_hand |= {"save": str(tmp_path / "hand"), "load": str(base), "iteration": 4, "finetune": True}
+    run_ranks(run_all, 1, [values_of(sft), by_hand])
+    assert losses(tmp_path / "sft") == losses(tmp_path / "hand") and len(losses(tmp_path / "sft")) == 3
+    assert state(tmp_path / "sft", 3) == state(tmp_path / "hand", 3)
+
+
+def test_data_that_no_run_can_plan_begin_at_their_sample_0(base: Path, tmp_path: Path) -> None:
+    """With a fresh optimizer; killed and resumed, the branch goes on with its own data position and moments."""
+    save, keys = tmp_path / "order", {"data_seed": 7, "train_iters": 8, "no_load_optim": True}
+    made = branch(f"{base}@latest", save, **keys)
+    assert any(re.match("data: from sample 0 .*data_seed", line) for line in made.lines)
+    assert "optimizer: fresh: no_load_optim (new.yml)" in made.lines
+    run_ranks(run_all, 1, [values_of(made)])
+    manifest, undisturbed = manifest_of(save, 8), state(save, 8)
+    assert (manifest.iteration, manifest.consumed_samples) == (8, 24)
+    fresh = build_datasets(made.args.for_world(1), train_batch_size=8, on_one_rank=lambda work: work())
+    assert fresh.train is not None and manifest.data["consumed_sha256"] == order_sha256(fresh.train, 24)
+    as_stopped_at(6, save, tmp_path / "kept")
+    shutil.rmtree(save)
+    (tmp_path / "kept").rename(save)
+    again = branch(f"{base}@latest", save, **keys)
+    assert any("goes on from its own checkpoint global_step6" in line for line in again.lines)
+    run_ranks(run_all, 1, [values_of(again)])
+    assert state(save, 8) == undisturbed
+
+
+@pytest.mark.parametrize(("source", "keys", "problem"), [
+    ("base", {}, "name a step, as in .*@latest; it holds: 2, 4, 5"),
+    ("base@soon", {}, "name a step"),
+    ("base@3", {}, "no checkpoint of iteration 3; it holds steps 2, 4, 5"),
+    ("none@4", {}, "no such folder"),
+    ("s3://bucket/run@4", {}, "is remote"),
+    ("base@4", {"save": None}, "a folder of its own"),
+    ("base@4", {"save": "base"}, "new.yml: save: .* is the folder of the parent"),
+    ("base@4", {"save": "base/branch"}, "is the folder of the parent, .* or lies in it"),
+    ("base@4", {"save": "s3://bucket/x"}, "expected a folder of this machine"),
+    ("base@4", {"load": "elsewhere"}, "new.yml: load: the checkpoint is named by RUN@STEP"),
+    ("base@4", {"train_iters": 4}, "new.yml: train_iters: 4: the branch begins at step 4"),
+    ("base@4", {"lr_decay_stile": "wsd"}, "new.yml: lr_decay_stile: unknown key"),
+    ("base@4", {"train_data_paths": [A, B], "train_data_weight_schedule": {"until": [3], "weights": [[1, 1], [0, 1]]}},
+     r"the run has read 4 steps .* until: \[4\], weights: \[\[1.0, 0.0\]\]"),
+    ("base@4", {"data_seed": 7, "train_data_paths": [A, B],
+                "train_data_weight_schedule": {"until": [5], "weights": [[1, 0], [1, 1]]}}, "set train_data_weights"),
+])  # fmt: skip
+def test_refusals(base: Path, tmp_path: Path, source: str, keys: dict[str, Any], problem: str) -> None:
+    """One line each, before anything is written."""
+    values = {"save": str(tmp_path / "x"), **keys}
+    if str(values["save"]).startswith("base"):
+        values["save"] = str(base.parent / values["save"])
+    place = source if "://" in source else str(base.parent / source)
+    with pytest.raises(UserError, match=problem) as refusal:
+        plan_branch(place, [(key, value, "new.yml") for key, value in values.items()])
+    assert "\n" not in str(refusal.value) and not list(tmp_path.iterdir())
+
+
+def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None:
+    """With checkpoints, its command must be typed as before; without, it may still be another one."""
+    save = tmp_path / "x"
+    first = branch(f"{base}@4", save, **DECAY)
+    assert branch(f"{base}@latest", save, **DECAY).args.iteration == 4, "latest is the step of the first start"
+    second = branch(f"{base}@4", save, **{**DECAY, "min_lr": 1e-5})
+    assert (first.args.min_lr, second.args.min_lr) == (0.0, 1e-5)
+    shutil.copytree(base / "global_step5", save / "global_step5")
+    with pytest.raises(CheckpointError, match=f"{save}: .*another min_lr.*branch.yml"):
+        branch(f"{base}@4", save, **DECAY)
+    with pytest.raises(CheckpointError, match=f"{save}: holds a branch from step 4 of {base}"):
+        branch(f"{base}@2", save, **DECAY)
+    (save / "parent.json").unlink()
+    with pytest.raises(CheckpointError, match=f"{save}: holds checkpoints of a run that is no branch"):
+        branch(f"{base}@4", save, **DECAY)
+
+
+def test_the_family_is_in_its_files(base: Path, tmp_path: Path) -> None:
+    """A branch of a branch names both; `--tree` shows them all, whichever is asked for."""
+    shutil.copytree(base, tmp_path / "base")
+    child, grandchild = tmp_path / "child", tmp_path / "grandchild"
+    branch(tmp_path / "base@4", child, **DECAY)
+    manifest = manifest_of(base, 5)  # as the child's run would write it
+    config = load([child / "branch.yml"]).public_values
+    shutil.copytree(base / "global_step5", child / "global_step5")
+    text = Manifest(**{**vars(manifest), "config": config}).to_json()
+    (child / "global_step5" / "manifest.json").write_text(text)
+    (child / "latest").write_text("global_step5")
+    made = branch(f"{child}@5", grandchild, train_iters=9)
+    assert made.args.branched_from["parent"]["run"] == str(tmp_path / "base")
+    assert made.lines[1].startswith(f"which is a branch from step 4 of {tmp_path / 'base'}")
+    assert made.args.branched_from["changed"] == {"train_iters": (7, 9)}
+    for asked in (tmp_path / "base", child, grandchild):
+        lines = tree_lines(asked)
+        assert [line.split(" (")[0] for line in lines if "/" in line] == [
+            f"{place}{'  <-' if asked == run else ''}" for place, run in (
+                (str(tmp_path / "base"), tmp_path / "base"), (f"  step 4: {child}", child),
+                (f"    step 5: {grandchild}", grandchild))
+        ]  # fmt: skip
+    assert "      train_iters: 5 -> 7" in lines
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        code = main(["branch", *words])
+    return code, output.getvalue(), errors.getvalue()
+
+
+def test_the_command_line(base: Path, tmp_path: Path) -> None:
+    """--dry-run and --print-config say what would be, and write nothing; errors name file and line."""
+    file = tmp_path / "new.yml"
+    file.write_text(yaml.safe_dump({"save": str(tmp_path / "x"), "optimizer.params.lr": 0.01, "lr_decay_style": None}))
+    code, output, said = command(f"{base}@4", str(file), "--set", "train_iters=9", "--num_gpus", "2", "--dry-run")
+    assert code == 0 and "(2 ranks)" in output and "branch: optimizer: AdamW, its state goes on" in said
+    for line in ("optimizer.params.lr: 0.001 -> 0.01", 'lr_decay_style: "wsd" -> "linear"', "train_iters: 5 -> 9"):
+        assert f"branch: differs: {line}" in said, said
+    code, output, _ = command(f"{base}@4", str(file), "--set", "train_iters=9", "--print-config")
+    assert code == 0 and re.search(rf"optimizer.params.lr: +0.01 +# {file}", output)
+    assert not (tmp_path / "x").exists()
+    file.write_text("save: x\nhidden_size: []\n")
+    code, _, errors = command(f"{base}@4", str(file))
+    assert code == 1 and f"{file}:2: hidden_size" in errors
+    assert command(f"{base}@4", "none.yml")[2] == "deepy.py branch: error: none.yml: no such file\n"
+    assert "RUN@STEP" in command()[2]
