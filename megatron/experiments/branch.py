@@ -1,4 +1,4 @@
-"""Makes the configuration of a branch: the parent's, with new keys on top, and what goes on or begins anew."""
+"""Makes the configuration of a branch: the parent's with new keys, and decides what goes on or restarts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from megatron.checkpointing import OpenCheckpoint, list_checkpoints
+from megatron.checkpointing import OpenCheckpoint, describe_changes, list_checkpoints
 from megatron.data import data_fingerprint, order_keys
 from megatron.experiments.lineage import BranchError, Parent, ancestors, read_parent, read_record, split_source
 from megatron.experiments.mix import planned_mix
@@ -25,7 +25,7 @@ from megatron.training.schedules import Schedule, build_schedule, stored_schedul
 CONFIG = "branch.yml"  # in the `save` of a branch
 Assignments = Sequence[tuple[str, Any, str]]
 # Keys of the parent that a branch does not take over: where it wrote, and how it began.
-_OWN = (
+_NOT_INHERITED = (
     "save", "load", "iteration", "finetune", "restart", "init_only", "branched_from", "allow_changed_data",
     "no_load_optim", "no_load_rng", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "log_dir",
     "tensorboard_dir", "local_save", "memory_profiling_path", "wandb_run_name", "comet_experiment_name",
@@ -39,7 +39,7 @@ _PAIRS = tuple(
     for kind in ("", "_label")
 )  # fmt: skip
 # A new key of the left side replaces the parent's keys of the right side, which mean the same in another way.
-_INSTEAD = (
+_REPLACEMENTS = (
     (("train_iters", "train_epochs"), ("train_iters", "train_epochs")),
     (("warmup", "warmup_iters"), ("warmup", "warmup_iters")),
     (("lr_decay_iters", "lr_decay_fraction"), ("lr_decay_iters", "lr_decay_fraction")),
@@ -81,13 +81,13 @@ def plan_branch(source: str, assignments: Assignments) -> Branch:
     run, step = split_source(source)
     save = _save_of(new, run)
     record = read_record(save)
-    given = without_secrets_inside({path: thaw(value) for path, value, _ in new})
-    if record is not None and _is_begun(save, record, run, step, given):
+    settings = without_secrets_inside({path: thaw(value) for path, value, _ in new})
+    if record is not None and _is_begun(save, record, run, step, settings):
         args = load_assignments([save / CONFIG], start)
         return Branch(args, save, [*_family_lines(record), *_resume_lines(save)])
     if record is None and list_checkpoints(save):
         raise BranchError(f"{save}: holds checkpoints of a run that is no branch; name another save")
-    return _new_branch(read_parent(run, step), save, new, start, given)
+    return _new_branch(read_parent(run, step), save, new, start, settings)
 
 
 def _save_of(new: Assignments, run: Path) -> Path:
@@ -104,17 +104,21 @@ def _save_of(new: Assignments, run: Path) -> Path:
         raise BranchError(f"{origin}: save: {value}: expected a folder of this machine")
     save = with_home(value)
     if save.resolve().is_relative_to(run):
-        raise BranchError(f"{origin}: save: {value} is the folder of the parent, {run}, or lies in it; name another one")
+        raise BranchError(
+            f"{origin}: save: {value} is the folder of the parent, {run}, or lies in it; name another one"
+        )
     return save
 
 
-def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None, given: Mapping[str, Any]) -> bool:
+def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None, settings: Mapping[str, Any]) -> bool:
     """Returns whether `save` holds this branch. Raises BranchError if it holds another one that has begun."""
     old = f"step {record['iteration']} of {record['run']}"
     if Path(record["run"]) != run or step not in (None, record["iteration"]):
         difference = f"holds a branch from {old}; name another save"
     else:
-        changed = [key for key in {**record["given"], **given} if record["given"].get(key) != given.get(key)]
+        changed = [
+            key for key in {**record["settings"], **settings} if record["settings"].get(key) != settings.get(key)
+        ]
         if not changed and (save / CONFIG).is_file():
             return True
         difference = f"its branch was begun with another {', '.join(changed) or CONFIG}; type the command as then, "
@@ -124,20 +128,28 @@ def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None
     return False
 
 
-def _new_branch(parent: Parent, save: Path, new: Assignments, start: Assignments, given: Mapping[str, Any]) -> Branch:
-    origin = f"the run of {parent.checkpoint}"
+def _new_branch(
+    parent: Parent, save: Path, new: Assignments, start: Assignments, settings: Mapping[str, Any]
+) -> Branch:
+    origin = _origin(parent)
     old_args = load_assignments([], [(key, value, origin) for key, value in parent.manifest.config.items()])
     # `lr_decay_style:` alone is another style too, the default.
-    typed = {path.partition(".")[0] for path, value, _ in new if value is not None or path == "lr_decay_style"}
-    replaced = {key for names, others in _INSTEAD if typed & set(names) for key in others}
-    inherited = {key: value for key, value in parent.manifest.config.items() if key not in {*_OWN, *replaced}}
+    set_keys = {path.partition(".")[0] for path, value, _ in new if value is not None or path == "lr_decay_style"}
+    replaced = {key for names, alternatives in _REPLACEMENTS if set_keys & set(names) for key in alternatives}
+    inherited = {key: value for key, value in parent.manifest.config.items() if key not in {*_NOT_INHERITED, *replaced}}
     base = [(key, value, origin) for key, value in inherited.items()]
-    base += [*new, ("load", str(parent.run), "deepy.py branch"), ("iteration", parent.manifest.iteration, "deepy.py branch")]
+    base += [
+        *new,
+        ("load", str(parent.run), "deepy.py branch"),
+        ("iteration", parent.manifest.iteration, "deepy.py branch"),
+    ]
     args = load_assignments([], base)
     choice = _Choice(parent, old_args, args)
     steps = args.train_iters
     if not choice.keys.get("finetune") and steps is not None and steps <= parent.manifest.iteration:
-        raise args.error("train_iters", f"{steps}: the branch begins at step {parent.manifest.iteration}; set more steps")
+        raise args.error(
+            "train_iters", f"{steps}: the branch begins at step {parent.manifest.iteration}; set more steps"
+        )
     base += [(key, value, "deepy.py branch") for key, value in choice.keys.items()]
     changed = _differing(old_args, args)
     family = {
@@ -149,12 +161,16 @@ def _new_branch(parent: Parent, save: Path, new: Assignments, start: Assignments
     text = _config_text(args, save)
     args = load_assignments([], [*base, *start])
     args = replace(args, config_files=FrozenDict({CONFIG: text}))
-    left_out = [key for key in _OWN[_OWN.index("log_dir"):] if old_args.user_values.get(key) and key not in typed]
+    left_out = [
+        key
+        for key in _NOT_INHERITED[_NOT_INHERITED.index("log_dir") :]
+        if old_args.user_values.get(key) and key not in set_keys
+    ]
     lines = [*_family_lines(family), *choice.lines]
     if left_out:
         lines.append(f"not taken over from the parent: {', '.join(left_out)}")
     lines.append(f"configuration: {save / CONFIG}; the same command goes on, and so does train.py {save / CONFIG}")
-    return Branch(args, save, lines, {**family, "given": given}, text)
+    return Branch(args, save, lines, {**family, "settings": settings}, text)
 
 
 def _config_text(args: NeoXArgs, save: Path) -> str:
@@ -176,14 +192,15 @@ def _resume_lines(save: Path) -> Iterator[str]:
 
 
 def _differing(old: NeoXArgs, new: NeoXArgs) -> dict[str, list[Any]]:
-    """Returns {dotted key: [old value, new value]} of the keys that differ; a key that is not set has its default."""
-    before, now = (dict(_leaves(args.public_values)) for args in (old, new))
+    """Returns {dotted key: [old value, new value]} of the keys that differ. A key that is not set has its
+    default."""
+    old_values, new_values = (dict(_leaves(args.public_values)) for args in (old, new))
     differing = {}
-    for path in sorted({*before, *now}):
+    for path in sorted({*old_values, *new_values}):
         default = keys_of(NeoXArgs)[path].default if path in keys_of(NeoXArgs) else None
         values = [side.get(path, thaw(default) if default.__class__ in (bool, int, float, str, tuple) else None)
-                  for side in (before, now)]  # fmt: skip
-        if path.partition(".")[0] not in _OWN and values[0] != values[1]:
+                  for side in (old_values, new_values)]  # fmt: skip
+        if path.partition(".")[0] not in _NOT_INHERITED and values[0] != values[1]:
             differing[path] = values
     return differing
 
@@ -224,6 +241,8 @@ class _Choice:
         old, new = self.old, self.new
         if "finetune" in new.user_values:
             return f"finetune: true ({new.origin('finetune')})" if new.finetune else None
+        if not self.parent.manifest.data:
+            return "the checkpoint has no position in data, as imported weights"
         if old.train_impl != new.train_impl:
             return f"another objective, train_impl {old.train_impl} -> {new.train_impl}"
         if new.train_label_data_paths is not None and old.train_label_data_paths is None:
@@ -233,17 +252,26 @@ class _Choice:
     def _data(self) -> str:
         """Decides where the data go on, and returns it in words."""
         manifest, new = self.parent.manifest, self.new
+        inherited = _origin(self.parent)
         if manifest.data["order"].get("train_epochs") and new.train_epochs is None and new.train_iters is not None:
-            if "train_iters" not in _typed(new, self.parent):
+            if new.origin("train_iters") == inherited:
                 raise BranchError(
                     "the parent counted passes over its data: set train_epochs to those of the branch, the parent's "
                     "included, or train_iters to read data from sample 0"
                 )
-        changes = data_changes(new, manifest, data_fingerprint(new), order_keys(new, new.train_epochs))
         position = f"sample {manifest.consumed_samples}"
-        if not changes and manifest.seed == new.seed:
+        if new.allow_changed_data:
+            self.data = "continued"
+            return f"go on at {position} of the present data: allow_changed_data ({new.origin('allow_changed_data')})"
+        files, order = data_fingerprint(new), order_keys(new, new.train_epochs)
+        changes, is_seed_kept = data_changes(new, manifest, files, order, False), manifest.seed == new.seed
+        if not changes and is_seed_kept:
             self.data = "continued"
             return f"go on at {position}, in the parent's order: data and order are the parent's"
+        set_keys = {key for key in new.user_values if new.origin(key) != inherited}
+        if is_seed_kept and not set_keys & {change.key.partition(".")[0] for change in changes}:
+            text = describe_changes(changes, new, str(self.parent.checkpoint))
+            raise BranchError(f"{text}; restore the files, or give the branch other paths for data from sample 0")
         mix = planned_mix(self.old, new, manifest)
         if mix is not None:
             self.data, self.keys = "replanned", {**self.keys, **mix.keys}
@@ -263,14 +291,14 @@ class _Choice:
             differs = any(getattr(old, key) != getattr(new, key) for key in _SCHEDULE)
             if differs and not new.use_checkpoint_lr_scheduler:
                 self.keys["override_lr_scheduler"] = True
-            whose = "its own" if differs and not new.use_checkpoint_lr_scheduler else "the parent's"
-            return f"goes on at step {step} of {whose}: {self._describe(new)}"
-        before, now = stored_schedule(saved), build_schedule(new)
-        if _same(before, now):
-            return f"goes on at step {step} of the parent's: {now.describe()}"
+            owner = "its own" if differs and not new.use_checkpoint_lr_scheduler else "the parent's"
+            return f"goes on at step {step} of {owner}: {self._describe(new)}"
+        parent_schedule, schedule = stored_schedule(saved), build_schedule(new)
+        if _have_equal_rates(parent_schedule, schedule):
+            return f"goes on at step {step} of the parent's: {schedule.describe()}"
         self.keys["override_lr_scheduler"] = True
-        rates = f"the rate of step {step + 1} is {now(step):g}, with the parent's {before(step):g}"
-        return f"goes on at step {step} of its own: {now.describe()}; {rates} ({before.describe()})"
+        rates = f"the rate of step {step + 1} is {schedule(step):g}, with the parent's {parent_schedule(step):g}"
+        return f"goes on at step {step} of its own: {schedule.describe()}; {rates} ({parent_schedule.describe()})"
 
     def _describe(self, args: NeoXArgs) -> str:
         """Returns a schedule in words, as far as it is known before the run starts."""
@@ -288,17 +316,19 @@ class _Choice:
             self.keys["no_load_optim"] = True
             return f"fresh: {new_type} cannot use the state of {old_type}"
         if not self.parent.manifest.optimizer:
-            raise BranchError(f"{self.parent.checkpoint}: holds no optimizer state; set no_load_optim: true for a fresh "
-                              "optimizer, or finetune: true to begin at iteration 0")  # fmt: skip
+            raise BranchError(
+                f"{self.parent.checkpoint}: holds no optimizer state; set no_load_optim: true for a fresh optimizer, or "
+                "finetune: true to begin at iteration 0"
+            )
         return f"{new_type}, its state goes on"
 
 
-def _typed(args: NeoXArgs, parent: Parent) -> set[str]:
-    """Returns the keys that the user set for the branch."""
-    return {key for key in args.user_values if args.origin(key) != f"the run of {parent.checkpoint}"}
+def _origin(parent: Parent) -> str:
+    """Returns the place of inherited keys, for messages."""
+    return f"the run of {parent.checkpoint}"
 
 
-def _same(a: Schedule, b: Schedule) -> bool:
+def _have_equal_rates(a: Schedule, b: Schedule) -> bool:
     """Returns whether two schedules give the same rates: a constant one has no end, and only wsd a decay."""
 
     def relevant(schedule: Schedule) -> Schedule:

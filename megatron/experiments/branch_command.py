@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from megatron.data.files import replace_text, write_json
 from megatron.experiments.branch import CONFIG, Branch, plan_branch
@@ -48,7 +49,7 @@ def main(argv: Sequence[str], preset_root: Path, carry_out: Callable[[DeepyComma
         _say(branch, sys.stderr if only_shows else sys.stdout)
         if not only_shows:
             write_branch(branch)
-        return carry_out(command)
+        return 0 if words.parsed.prepare_only else carry_out(command)
     except UserError as problem:
         sys.stderr.write(problem.error_lines(_COMMAND))
     except OSError as problem:  # a file or folder cannot be read or written
@@ -58,7 +59,7 @@ def main(argv: Sequence[str], preset_root: Path, carry_out: Callable[[DeepyComma
     return 1
 
 
-def _say(branch: Branch, stream: object) -> None:
+def _say(branch: Branch, stream: TextIO) -> None:
     lines = [*branch.lines]
     for words in words_of((branch.args.branched_from or {}).get("changed")):
         lines.append(f"differs: {words}")

@@ -38,14 +38,14 @@ class Parent:
 
 def split_source(source: str) -> tuple[Path, int | None]:
     """Returns (folder of checkpoints, step) of RUN@STEP; None for the step `latest`. Raises BranchError."""
-    name, at, step = source.rpartition("@")
+    name, separator, step = source.rpartition("@")
     if is_remote(name or step):
         raise BranchError(f"{source}: is remote; copy the checkpoint to a folder of this machine first")
-    run = Path(name if at else source)
+    run = Path(name if separator else source)
     if not run.is_dir():
         raise BranchError(f"{run}: no such folder; name a run's folder of checkpoints (save) and a step: RUN@STEP")
     number = parse_integer(step)
-    if not at or number is None and step != LATEST_STEP:
+    if not separator or number is None and step != LATEST_STEP:
         steps = ", ".join(path.name.removeprefix("global_step") for path in list_checkpoints(run)) or "none"
         raise BranchError(f"{source}: name a step, as in {run}@{LATEST_STEP}; it holds: {steps}")
     return run.resolve(), number
@@ -71,14 +71,15 @@ def read_record(save: Path) -> dict[str, Any] | None:
         return None
     try:
         record = parse_json(file.read_text(encoding="utf-8"))
-        str(record["run"]), int(record["iteration"]), str(record["digest"]), dict(record["given"])
+        str(record["run"]), int(record["iteration"]), str(record["digest"]), dict(record["settings"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise BranchError(f"{file}: is damaged ({problem}); remove it, or name another save") from problem
     return record
 
 
 def _family_of(run: Path) -> Mapping[str, Any] | None:
-    """Returns the `branched_from` of a run, from parent.json or its last checkpoint; None if it is no branch."""
+    """Returns the `branched_from` of a run, from parent.json or its last checkpoint. None if it is no
+    branch."""
     record = read_record(run)
     if record is not None:
         return record
@@ -105,28 +106,30 @@ def words_of(changed: Mapping[str, Any] | None) -> list[str]:
 def tree_lines(run: Path) -> list[str]:
     """Returns the family of a run as text: the first run, and below each run its branches.
 
-    Branches are found in the folders beside the runs that are known. Raises CheckpointError.
+    Branches are found in the folders beside the runs that are families. Raises CheckpointError.
     """
     run = run.resolve()
     family = _family_of(run)
     if family is None and not list_checkpoints(run):
         raise BranchError(f"{run}: is no run: it holds neither checkpoints nor {PARENT_FILE}")
     chain = ancestors(family)
-    known: dict[Path, Mapping[str, Any]] = {} if family is None else {run: family}
+    families: dict[Path, Mapping[str, Any]] = {} if family is None else {run: family}
     for child, parent in zip(chain, chain[1:], strict=False):
-        known[Path(child["run"])] = parent
+        families[Path(child["run"])] = parent
     folders = {path.parent for path in (run, *(Path(member["run"]) for member in chain))}
     for file in sorted(path for folder in folders for path in folder.glob(f"*/{PARENT_FILE}")):
-        known.setdefault(file.parent.resolve(), read_record(file.parent) or {})
+        families.setdefault(file.parent.resolve(), read_record(file.parent) or {})
     root = Path(chain[-1]["run"]) if chain else run
-    return [str(root) + ("  <-" if root == run else ""), *_branch_lines(root, run, known, "")]
+    return [str(root) + ("  <-" if root == run else ""), *_branch_lines(root, run, families, "")]
 
 
-def _branch_lines(parent: Path, asked: Path, known: Mapping[Path, Mapping[str, Any]], indent: str) -> Iterator[str]:
-    children = [(family["iteration"], path) for path, family in known.items() if Path(family["run"]) == parent]
+def _branch_lines(
+    parent: Path, requested: Path, families: Mapping[Path, Mapping[str, Any]], indent: str
+) -> Iterator[str]:
+    children = [(family["iteration"], path) for path, family in families.items() if Path(family["run"]) == parent]
     for step, path in sorted(children):
-        family = known[path]
-        yield f"{indent}  step {step}: {path}{'  <-' if path == asked else ''}"
+        family = families[path]
+        yield f"{indent}  step {step}: {path}{'  <-' if path == requested else ''}"
         yield f"{indent}      manifest {family['digest'][:12]}, data {family['data']}"
         yield from (f"{indent}      {words}" for words in words_of(family.get("changed")))
-        yield from _branch_lines(path, asked, known, indent + "  ")
+        yield from _branch_lines(path, requested, families, indent + "  ")

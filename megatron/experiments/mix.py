@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron.checkpointing import Manifest
-from megatron.data import order_keys
+from megatron.checkpointing import Manifest, describe_changes
+from megatron.data import data_fingerprint, order_keys
 from megatron.data.blending import normalized
 from megatron.data.open_dataset import open_dataset
 from megatron.data.set_config import blend_weights
+from megatron.experiments.lineage import BranchError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.losses import sample_kind
+from megatron.training.checkpoint.same_run import data_changes
 
 _KEY = "train_data_weight_schedule"
 
@@ -26,18 +28,21 @@ def planned_mix(old: NeoXArgs, new: NeoXArgs, manifest: Manifest) -> Mix | None:
     """Returns the mix of a branch as a run would have planned it; None if no configuration could plan it.
 
     old, new: the configurations of parent and branch. Raises ConfigError if the branch has a schedule of
-    weights that is not the parent's up to its step.
+    weights that is not the parent's up to its step, BranchError if files of the parent have changed.
     """
     if not _is_blend_of_texts(old, new, manifest):
         return None
+    changed_files = data_changes(old, manifest, data_fingerprint(old), {}, validation=False)
+    if changed_files:
+        raise BranchError(f"{describe_changes(changed_files, old, 'the parent')}; restore the files that it has read")
     step = manifest.iteration
     past = list(old.train_data_paths or ())
     phases = _phases(old)
     until = [end for end in phases[0] if end < step]
     weights = phases[1][: len(until) + 1]
-    typed = new.train_data_weight_schedule
-    if typed is not None:
-        _check_typed(new, step, past, until, weights)
+    schedule = new.train_data_weight_schedule
+    if schedule is not None:
+        _check_schedule(new, step, past, until, weights)
         return Mix({}, f"the mix of {_KEY}: each set after the samples it gave")
     paths = list(new.train_data_paths or ())
     merged = past + [path for path in paths if path not in past]
@@ -61,9 +66,12 @@ def _is_blend_of_texts(old: NeoXArgs, new: NeoXArgs, manifest: Manifest) -> bool
         return False
     if any(len(set(paths or ())) != len(paths or ()) for paths in lists):
         return False
-    before, now = manifest.data["order"], order_keys(new, new.train_epochs)
-    same_order = all(before.get(key) == now[key] for key in now if key != "train_batch_size")
-    return same_order and manifest.seed == new.seed and not now["train_epochs"] and manifest.iteration > 0
+    saved_order, order = manifest.data["order"], order_keys(new, new.train_epochs)
+    batch = old.for_world(manifest.layout.world_size).train_batch_size
+    if batch is None or batch * manifest.iteration != manifest.consumed_samples:
+        return False  # phases of a schedule end at steps, all of one batch
+    same_order = all(saved_order.get(key) == order[key] for key in order if key != "train_batch_size")
+    return same_order and manifest.seed == new.seed and not order["train_epochs"] and manifest.iteration > 0
 
 
 def _phases(args: NeoXArgs) -> tuple[list[int], list[list[float]]]:
@@ -79,17 +87,15 @@ def _weights(args: NeoXArgs) -> Sequence[float]:
     return blend_weights(args, "train", members)
 
 
-def _check_typed(
-    new: NeoXArgs, step: int, past: list[str], until: list[int], weights: list[list[float]]
-) -> None:
+def _check_schedule(new: NeoXArgs, step: int, past: list[str], until: list[int], weights: list[list[float]]) -> None:
     """Raise ConfigError unless a typed schedule of weights is that of the parent up to its step."""
     schedule, paths = thaw(new.train_data_weight_schedule), list(new.train_data_paths or ())
     padding = [0.0] * (len(paths) - len(past))
     expected = [normalized([*phase, *padding]).tolist() for phase in weights]
-    begun = [normalized(phase).tolist() for phase in schedule["weights"][: len(weights)]]
+    first_phases = [normalized(phase).tolist() for phase in schedule["weights"][: len(weights)]]
     ends = schedule["until"]
     reached = ends[len(until)] if len(ends) > len(until) else step
-    if paths[: len(past)] != past or begun != expected or ends[: len(until)] != until or reached < step:
-        shown = [[*phase, *padding] for phase in weights]
+    if paths[: len(past)] != past or first_phases != expected or ends[: len(until)] != until or reached < step:
+        padded_weights = [[*phase, *padding] for phase in weights]
         raise new.error(_KEY, f"the run has read {step} steps of train_data_paths {past}: begin with them, and with "
-                              f"until: {[*until, step]}, weights: {shown}, and the new weights")  # fmt: skip
+                              f"until: {[*until, step]}, weights: {padded_weights}, and the new weights")  # fmt: skip

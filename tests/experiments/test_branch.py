@@ -2,10 +2,8 @@
 
 import io
 import json
-import os
 import re
 import shutil
-from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from megatron.data import build_datasets, order_sha256
 from megatron.experiments.branch import Branch, plan_branch
 from megatron.experiments.branch_command import write_branch
 from megatron.experiments.lineage import tree_lines
-from megatron.neox_arguments import NeoXArgs, UserError, load
+from megatron.neox_arguments import UserError, load
 from megatron.training import train
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import as_stopped_at, losses
@@ -91,7 +89,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", cells(["plain"], ["dp2", "zero1", "pp2"]))
-def test_a_decay_and_a_mix_are_those_of_a_run_that_planned_them(layout: str, tmp_path: Path) -> None:
+def test_a_decay_and_a_mix_equal_planned_runs(layout: str, tmp_path: Path) -> None:
     """Also after the branch was killed, and started by its own file."""
     ranks, keys = LAYOUTS[layout]
     names = [f"{kind} {name}" for kind in ("planned", "branched") for name in ("decay", "mix")]
@@ -101,21 +99,21 @@ def test_a_decay_and_a_mix_are_those_of_a_run_that_planned_them(layout: str, tmp
     run_ranks(run_all, ranks, [long, *planned])
     untouched = {path: path.stat().st_mtime_ns for path in (tmp_path / "long").rglob("*")}
     branches = [branch(f"{tmp_path}/long@4", decay, **DECAY), branch(f"{tmp_path}/long@4", mix, **MIX)]
-    run_ranks(run_all, ranks, [values_of(made) for made in branches])
+    run_ranks(run_all, ranks, [values_of(planned_branch) for planned_branch in branches])
     assert untouched == {path: path.stat().st_mtime_ns for path in (tmp_path / "long").rglob("*")}
-    for made, as_planned in ((decay, planned_decay), (mix, planned_mix)):
-        expected = {step: loss for step, loss in losses(as_planned).items() if step > 4}
-        assert losses(made) == expected and len(expected) == 3
-        assert state(made, 7) == state(as_planned, 7)
+    for save, planned_save in ((decay, planned_decay), (mix, planned_mix)):
+        expected = {step: loss for step, loss in losses(planned_save).items() if step > 4}
+        assert losses(save) == expected and len(expected) == 3
+        assert state(save, 7) == state(planned_save, 7)
     assert losses(decay) != losses(mix)
     undisturbed = state(mix, 7)
     shutil.rmtree(mix / "global_step7")
     (mix / "latest").write_text("global_step6")
     (mix / "logs" / "metrics.jsonl").unlink()
-    again = branch(f"{tmp_path}/long@4", mix, **MIX)
+    resumed = branch(f"{tmp_path}/long@4", mix, **MIX)
     from_file = load([mix / "branch.yml"])
-    assert from_file.user_values == again.args.user_values == branches[1].args.user_values
-    run_ranks(run_all, ranks, [values_of(again)])
+    assert from_file.user_values == resumed.args.user_values == branches[1].args.user_values
+    run_ranks(run_all, ranks, [values_of(resumed)])
     assert state(mix, 7) == undisturbed and list(losses(mix)) == [7]
     record = manifest_of(mix, 7).config["branched_from"]
     assert record.items() >= {"run": str(tmp_path / "long"), "iteration": 4, "data": "replanned"}.items()
@@ -126,30 +124,30 @@ def test_another_objective_and_other_data(base: Path, tmp_path: Path) -> None:
     """SFT is fine-tuning as configured by hand; data that no run can plan begin at their sample 0."""
     sft = branch(f"{base}@4", tmp_path / "sft", **SFT)
     assert "weights alone, from iteration 0: another objective" in "\n".join(sft.lines)
-    by_hand = long_run(lr_wsd_decay_iters=None) | SFT
-    by_hand |= {"save": str(tmp_path / "hand"), "load": str(base), "iteration": 4, "finetune": True}
-    run_ranks(run_all, 1, [values_of(sft), by_hand])
+    expected_run = long_run(lr_wsd_decay_iters=None) | SFT
+    expected_run |= {"save": str(tmp_path / "hand"), "load": str(base), "iteration": 4, "finetune": True}
+    run_ranks(run_all, 1, [values_of(sft), expected_run])
     assert losses(tmp_path / "sft") == losses(tmp_path / "hand") and len(losses(tmp_path / "sft")) == 3
     assert state(tmp_path / "sft", 3) == state(tmp_path / "hand", 3)
 
 
 def test_data_that_no_run_can_plan_begin_at_their_sample_0(base: Path, tmp_path: Path) -> None:
-    """With a fresh optimizer; killed and resumed, the branch goes on with its own data position and moments."""
+    """With a fresh optimizer; killed and resumed, the branch keeps its data position and moments."""
     save, keys = tmp_path / "order", {"data_seed": 7, "train_iters": 8, "no_load_optim": True}
-    made = branch(f"{base}@latest", save, **keys)
-    assert any(re.match("data: from sample 0 .*data_seed", line) for line in made.lines)
-    assert "optimizer: fresh: no_load_optim (new.yml)" in made.lines
-    run_ranks(run_all, 1, [values_of(made)])
+    new_branch = branch(f"{base}@latest", save, **keys)
+    assert any(re.match("data: from sample 0 .*data_seed", line) for line in new_branch.lines)
+    assert "optimizer: fresh: no_load_optim (new.yml)" in new_branch.lines
+    run_ranks(run_all, 1, [values_of(new_branch)])
     manifest, undisturbed = manifest_of(save, 8), state(save, 8)
     assert (manifest.iteration, manifest.consumed_samples) == (8, 24)
-    fresh = build_datasets(made.args.for_world(1), train_batch_size=8, on_one_rank=lambda work: work())
+    fresh = build_datasets(new_branch.args.for_world(1), train_batch_size=8, on_one_rank=lambda work: work())
     assert fresh.train is not None and manifest.data["consumed_sha256"] == order_sha256(fresh.train, 24)
     as_stopped_at(6, save, tmp_path / "kept")
     shutil.rmtree(save)
     (tmp_path / "kept").rename(save)
-    again = branch(f"{base}@latest", save, **keys)
-    assert any("goes on from its own checkpoint global_step6" in line for line in again.lines)
-    run_ranks(run_all, 1, [values_of(again)])
+    resumed = branch(f"{base}@latest", save, **keys)
+    assert any("goes on from its own checkpoint global_step6" in line for line in resumed.lines)
+    run_ranks(run_all, 1, [values_of(resumed)])
     assert state(save, 8) == undisturbed
 
 
@@ -185,10 +183,10 @@ def test_refusals(base: Path, tmp_path: Path, source: str, keys: dict[str, Any],
 def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None:
     """With checkpoints, its command must be typed as before; without, it may still be another one."""
     save = tmp_path / "x"
-    first = branch(f"{base}@4", save, **DECAY)
+    first_branch = branch(f"{base}@4", save, **DECAY)
     assert branch(f"{base}@latest", save, **DECAY).args.iteration == 4, "latest is the step of the first start"
-    second = branch(f"{base}@4", save, **{**DECAY, "min_lr": 1e-5})
-    assert (first.args.min_lr, second.args.min_lr) == (0.0, 1e-5)
+    second_branch = branch(f"{base}@4", save, **{**DECAY, "min_lr": 1e-5})
+    assert (first_branch.args.min_lr, second_branch.args.min_lr) == (0.0, 1e-5)
     shutil.copytree(base / "global_step5", save / "global_step5")
     with pytest.raises(CheckpointError, match=f"{save}: .*another min_lr.*branch.yml"):
         branch(f"{base}@4", save, **DECAY)
@@ -200,7 +198,7 @@ def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None
 
 
 def test_the_family_is_in_its_files(base: Path, tmp_path: Path) -> None:
-    """A branch of a branch names both; `--tree` shows them all, whichever is asked for."""
+    """A branch of a branch names both; `--tree` shows them all, whichever is requested for."""
     shutil.copytree(base, tmp_path / "base")
     child, grandchild = tmp_path / "child", tmp_path / "grandchild"
     branch(tmp_path / "base@4", child, **DECAY)
@@ -210,14 +208,14 @@ def test_the_family_is_in_its_files(base: Path, tmp_path: Path) -> None:
     text = Manifest(**{**vars(manifest), "config": config}).to_json()
     (child / "global_step5" / "manifest.json").write_text(text)
     (child / "latest").write_text("global_step5")
-    made = branch(f"{child}@5", grandchild, train_iters=9)
-    assert made.args.branched_from["parent"]["run"] == str(tmp_path / "base")
-    assert made.lines[1].startswith(f"which is a branch from step 4 of {tmp_path / 'base'}")
-    assert made.args.branched_from["changed"] == {"train_iters": (7, 9)}
-    for asked in (tmp_path / "base", child, grandchild):
-        lines = tree_lines(asked)
+    new_branch = branch(f"{child}@5", grandchild, train_iters=9)
+    assert new_branch.args.branched_from["parent"]["run"] == str(tmp_path / "base")
+    assert new_branch.lines[1].startswith(f"which is a branch from step 4 of {tmp_path / 'base'}")
+    assert new_branch.args.branched_from["changed"] == {"train_iters": (7, 9)}
+    for requested in (tmp_path / "base", child, grandchild):
+        lines = tree_lines(requested)
         assert [line.split(" (")[0] for line in lines if "/" in line] == [
-            f"{place}{'  <-' if asked == run else ''}" for place, run in (
+            f"{place}{'  <-' if requested == run else ''}" for place, run in (
                 (str(tmp_path / "base"), tmp_path / "base"), (f"  step 4: {child}", child),
                 (f"    step 5: {grandchild}", grandchild))
         ]  # fmt: skip
@@ -234,10 +232,10 @@ def test_the_command_line(base: Path, tmp_path: Path) -> None:
     """--dry-run and --print-config say what would be, and write nothing; errors name file and line."""
     file = tmp_path / "new.yml"
     file.write_text(yaml.safe_dump({"save": str(tmp_path / "x"), "optimizer.params.lr": 0.01, "lr_decay_style": None}))
-    code, output, said = command(f"{base}@4", str(file), "--set", "train_iters=9", "--num_gpus", "2", "--dry-run")
-    assert code == 0 and "(2 ranks)" in output and "branch: optimizer: AdamW, its state goes on" in said
+    code, output, reported = command(f"{base}@4", str(file), "--set", "train_iters=9", "--num_gpus", "2", "--dry-run")
+    assert code == 0 and "(2 ranks)" in output and "branch: optimizer: AdamW, its state goes on" in reported
     for line in ("optimizer.params.lr: 0.001 -> 0.01", 'lr_decay_style: "wsd" -> "linear"', "train_iters: 5 -> 9"):
-        assert f"branch: differs: {line}" in said, said
+        assert f"branch: differs: {line}" in reported, reported
     code, output, _ = command(f"{base}@4", str(file), "--set", "train_iters=9", "--print-config")
     assert code == 0 and re.search(rf"optimizer.params.lr: +0.01 +# {file}", output)
     assert not (tmp_path / "x").exists()

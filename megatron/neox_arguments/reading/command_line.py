@@ -178,14 +178,15 @@ class BranchWords(NamedTuple):
 
     def command(self, script: Path, config: Path, args: NeoXArgs) -> DeepyCommand:
         """Returns the command that starts the branch. config: the file of its configuration."""
-        typed = {"user_script": str(script), "conf_file": [str(config)], "conf_dir": None, "set": []}
-        return _deepy_command(argparse.Namespace(**{**vars(self.parsed), **typed}), args, ())
+        start_words = {"user_script": str(script), "conf_file": [str(config)], "conf_dir": None, "set": []}
+        return _deepy_command(argparse.Namespace(**{**vars(self.parsed), **start_words}), args, ())
 
 
 def parse_branch(argv: Sequence[str], preset_root: Path, examples: str, description: str) -> BranchWords:
     """Parses the words after `deepy.py branch`. Raises ConfigError for files that cannot be read."""
     parser = _parser("deepy.py branch", examples, description)
     parser.add_argument("--tree", metavar="RUN", help="print the runs from which RUN comes, and its branches, and exit")
+    parser.add_argument("--prepare-only", action="store_true", help="write the files of the branch, and stop")
     _add_launch_flags(parser)
     add_completers(parser, preset_root)
     parsed = parser.parse_intermixed_args(argv)

@@ -100,7 +100,7 @@ def file_assignments(files: Sequence[str | Path]) -> list[tuple[str, Any, str]]:
     config = read_files(files)
     if config.problems:
         raise ConfigError(config.problems)
-    paths = [path for path in config.origins if not any(path.startswith(f"{other}.") for other in config.origins)]
+    paths = [path for path in config.origins if not any(path.startswith(f"{section}.") for section in config.origins)]
     return [(path, value_at(config.values, path), config.origins[path]) for path in paths]
 
 

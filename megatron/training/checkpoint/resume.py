@@ -337,7 +337,7 @@ class CheckpointLoader:
             self.logger.info(f"{checkpoint.path} has no FP8 scales for {unknown} linears; the first step makes them")
 
     def _check_parent(self, path: Path) -> None:
-        """If this run is a branch, check that `path` is the checkpoint from which it was branched, and log it."""
+        """If this run is a branch, check that it begins from the checkpoint it was made for, and log it."""
         parent = self.args.branched_from
         if parent is not None:
             on_rank_zero(self.groups, lambda: check_parent(self.args, path))
@@ -345,8 +345,10 @@ class CheckpointLoader:
             self.logger.info(f"branch of {place}, manifest {parent['digest'][:12]}; data {parent['data']}")
 
     def _loads(self, key: str, goes_on: bool) -> bool:
-        """Returns whether to load what `key` (no_load_optim, no_load_rng) leaves out. In a branch that was begun
-        the keys have no effect any more."""
+        """Returns whether to load the state that `key` (no_load_optim, no_load_rng) leaves out.
+
+        The keys have no effect on a branch that resumes from its own checkpoints.
+        """
         if goes_on and self.args.branched_from is not None and not self.args.compat_no_save_optim:
             return True
         return not getattr(self.args, key)

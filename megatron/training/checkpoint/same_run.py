@@ -45,7 +45,7 @@ def continued(args: NeoXArgs, source: CheckpointSource) -> Manifest | None:
     return manifest if manifest is not None and manifest.data else None
 
 
-def restarts_data(args: ModelArgs, goes_on: bool) -> bool:
+def restarts_data(args: NeoXArgs, goes_on: bool) -> bool:
     """Returns whether this is the first start of a branch that reads other data than its parent, from their
     sample 0.
 
@@ -54,7 +54,7 @@ def restarts_data(args: ModelArgs, goes_on: bool) -> bool:
     return not goes_on and args.branched_from is not None and args.branched_from["data"] == "restarted"
 
 
-def check_parent(args: ModelArgs, path: Path) -> None:
+def check_parent(args: NeoXArgs, path: Path) -> None:
     """Raise CheckpointError if `path`, from which a branch begins, is not the checkpoint that it was made
     for."""
     parent = args.branched_from
@@ -104,8 +104,10 @@ def check_same_run(
         raise CheckpointError(f"{text}; restore it, or set {'another save, or ' if goes_on else ''}{restart}")
     if branch == "replanned":
         _check_replanned(args, path, manifest, record)
-    elif manifest.data and not args.allow_changed_data and branch != "restarted":  # a resharded GPT-NeoX checkpoint has no data record
-        changes = data_changes(args, manifest, record["files"], record["order"])
+    elif (
+        manifest.data and not args.allow_changed_data and branch != "restarted"
+    ):  # a resharded GPT-NeoX checkpoint has no data record
+        changes = data_changes(args, manifest, record["files"], record["order"], validation=branch is None)
         if changes:
             raise CheckpointError(
                 f"{describe_changes(changes, args, run_words)}; restore it, or set {restart}, or allow_changed_data: "
@@ -141,11 +143,18 @@ def _check_replanned(args: NeoXArgs, path: Path, manifest: Manifest, record: Map
 
 
 def data_changes(
-    args: ModelArgs, manifest: Manifest, files: Mapping[str, Any], order: Mapping[str, Any]
+    args: ModelArgs, manifest: Manifest, files: Mapping[str, Any], order: Mapping[str, Any], validation: bool = True
 ) -> list[ConfigChange]:
-    """Returns the changes of data and order since a checkpoint. files: from `data_fingerprint`. order: from
-    `order_keys`."""
-    return _changed_files(manifest, files, args) + _changed_order(manifest, order)
+    """Returns the changes of data and order since a checkpoint.
+
+    files: from `data_fingerprint`. order: from `order_keys`. validation: also of the validation and test sets
+    that are listed; a branch may have other ones.
+    """
+    saved, now = (
+        {name: entry for name, entry in side.items() if validation or name.partition("_")[0] not in ("valid", "test")}
+        for side in (manifest.data["files"], files)
+    )
+    return _changed_files(saved, now, args, manifest.config) + _changed_order(manifest, order)
 
 
 def _changed_order(manifest: Manifest, now: Mapping[str, Any]) -> list[ConfigChange]:
@@ -195,10 +204,11 @@ def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
     return {"train": [[int(str(samples).split()[0])] for samples in (counts if isinstance(counts, list) else [counts])]}
 
 
-def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: ModelArgs) -> list[ConfigChange]:
+def _changed_files(
+    saved_files: Mapping[str, Any], now: Mapping[str, Any], args: ModelArgs, saved_config: Mapping[str, Any]
+) -> list[ConfigChange]:
     """Returns the changes of the datasets since the checkpoint: in number, else in content, else in
     weights."""
-    saved_files = manifest.data["files"]
     if saved_files.keys() != now.keys():
         keys = sorted(
             {path_key(name) for name in saved_files.keys() ^ now.keys()},
@@ -216,7 +226,8 @@ def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: ModelArgs) 
             sides = [side.get(kind) if kind else side for side in (current, saved)]
             changes += _content(key, *sides)
         if current.get("weight") != saved.get("weight"):
-            key = responsible_key((f"{name.split('_')[0]}_data_weights", *_WEIGHT_KEYS), args, manifest.config)
+            weight_keys = (f"{name.split('_')[0]}_data_weights", *_WEIGHT_KEYS)
+            key = responsible_key(weight_keys, args, saved_config)
             weights.append(ConfigChange(key, current.get("weight"), saved.get("weight")))
     return changes or weights
 
