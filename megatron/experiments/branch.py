@@ -18,8 +18,7 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.neox_args import load_assignments
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.neox_arguments.values.remote_paths import is_remote
-from megatron.training.checkpoint.resume import moments_of
-from megatron.training.checkpoint.same_run import data_changes
+from megatron.training.checkpoint.same_run import data_changes, moments_of
 from megatron.training.schedules import Schedule, build_schedule, stored_schedule
 
 CONFIG = "branch.yml"  # in the `save` of a branch
@@ -264,12 +263,12 @@ class _Choice:
             self.data = "continued"
             return f"go on at {position} of the present data: allow_changed_data ({new.origin('allow_changed_data')})"
         files, order = data_fingerprint(new), order_keys(new, new.train_epochs)
-        changes, is_seed_kept = data_changes(new, manifest, files, order, False), manifest.seed == new.seed
-        if not changes and is_seed_kept:
+        changes, same_seed = data_changes(new, manifest, files, order, False), manifest.seed == new.seed
+        if not changes and same_seed:
             self.data = "continued"
             return f"go on at {position}, in the parent's order: data and order are the parent's"
         set_keys = {key for key in new.user_values if new.origin(key) != inherited}
-        if is_seed_kept and not set_keys & {change.key.partition(".")[0] for change in changes}:
+        if same_seed and not set_keys & {change.key.partition(".")[0] for change in changes}:
             text = describe_changes(changes, new, str(self.parent.checkpoint))
             raise BranchError(f"{text}; restore the files, or give the branch other paths for data from sample 0")
         mix = planned_mix(self.old, new, manifest)
@@ -317,8 +316,8 @@ class _Choice:
             return f"fresh: {new_type} cannot use the state of {old_type}"
         if not self.parent.manifest.optimizer:
             raise BranchError(
-                f"{self.parent.checkpoint}: holds no optimizer state; set no_load_optim: true for a fresh optimizer, or "
-                "finetune: true to begin at iteration 0"
+                f"{self.parent.checkpoint}: holds no optimizer state; set no_load_optim: true for a fresh optimizer, "
+                "or finetune: true to begin at iteration 0"
             )
         return f"{new_type}, its state goes on"
 

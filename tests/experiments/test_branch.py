@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.experiments.lineage import tree_lines
 from megatron.neox_arguments import UserError, load
 from megatron.training import train
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import as_stopped_at, losses
+from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
 from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, begin, cells, config
 
 A, B, CHAT, LABELS = (
@@ -197,29 +198,72 @@ def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None
         branch(f"{base}@4", save, **DECAY)
 
 
+def edited(base: Path, run: Path, step: int = 4, **fields: Any) -> Path:
+    """A run with one checkpoint, whose manifest has other fields; RUN."""
+    shutil.copytree(base / f"global_step{step}", run / f"global_step{step}")
+    text = replace(manifest_of(base, step), **fields).to_json()
+    (run / f"global_step{step}" / "manifest.json").write_text(text)
+    (run / "latest").write_text(f"global_step{step}")
+    return run
+
+
+def test_the_parent_decides(base: Path, tmp_path: Path) -> None:
+    """A parent with other files, with passes over its data, without data, or without optimizer state."""
+    data = dict(manifest_of(base, 4).data)
+    other_files = {**data, "files": {"train": {**data["files"]["train"], "idx_sha256": "0" * 64}}}
+    replaced = edited(base, tmp_path / "replaced", data=other_files)
+    for keys in (DECAY, MIX):
+        with pytest.raises(UserError, match="train_data_paths: idx_sha256 .*restore the files"):
+            branch(f"{replaced}@4", tmp_path / "x", **keys)
+    assert "sample 32 of the present data: allow_changed_data (new.yml)" in "".join(
+        branch(f"{replaced}@4", tmp_path / "y", allow_changed_data=True).lines
+    )
+    passes = edited(base, tmp_path / "passes", data={**data, "order": {**data["order"], "train_epochs": True}})
+    with pytest.raises(UserError, match="set train_epochs to those of the branch"):
+        branch(f"{passes}@4", tmp_path / "x", min_lr=1e-5)
+    assert branch(f"{passes}@4", tmp_path / "epochs", train_epochs=3).args.branched_from["data"] == "continued"
+    imported = branch(f"{edited(base, tmp_path / 'imported', data={}, optimizer=False)}@4", tmp_path / "z")
+    assert (
+        imported.args.finetune
+        and "weights alone, from iteration 0: the checkpoint has no position" in imported.lines[1]
+    )
+    without = edited(base, tmp_path / "without", optimizer=False)
+    with pytest.raises(UserError, match="holds no optimizer state; set no_load_optim"):
+        branch(f"{without}@4", tmp_path / "x", **DECAY)
+    assert not (tmp_path / "x").exists()
+
+
+def test_training_checks_its_parent(base: Path, tmp_path: Path) -> None:
+    """A run refuses another checkpoint than its branch was made for, and a batch that its mix cannot have."""
+    run = edited(base, tmp_path / "run")
+    decay, batch = (
+        branch(f"{run}@4", tmp_path / "x", **DECAY),
+        branch(f"{run}@4", tmp_path / "y", **MIX, train_batch_size=4),
+    )
+    assert re.search("train_batch_size: 4 samples a step, but the 4 steps .* read 32", refused(values_of(batch))[0])
+    shutil.rmtree(run)
+    edited(base, run, run_id="another")
+    assert re.search("is not the checkpoint .* branched from .*branch anew", refused(values_of(decay))[0])
+
+
 def test_the_family_is_in_its_files(base: Path, tmp_path: Path) -> None:
-    """A branch of a branch names both; `--tree` shows them all, whichever is requested for."""
-    shutil.copytree(base, tmp_path / "base")
-    child, grandchild = tmp_path / "child", tmp_path / "grandchild"
-    branch(tmp_path / "base@4", child, **DECAY)
-    manifest = manifest_of(base, 5)  # as the child's run would write it
-    config = load([child / "branch.yml"]).public_values
-    shutil.copytree(base / "global_step5", child / "global_step5")
-    text = Manifest(**{**vars(manifest), "config": config}).to_json()
-    (child / "global_step5" / "manifest.json").write_text(text)
-    (child / "latest").write_text("global_step5")
+    """A branch of a branch names both; `--tree` shows them all, whichever is asked for."""
+    parent, child, grandchild = tmp_path / "base", tmp_path / "child", tmp_path / "grandchild"
+    edited(base, parent)
+    branch(f"{parent}@4", child, **DECAY, tensorboard_dir="boards")
+    edited(base, child, 5, config=load([child / "branch.yml"]).public_values)  # as the child's run would write it
     new_branch = branch(f"{child}@5", grandchild, train_iters=9)
-    assert new_branch.args.branched_from["parent"]["run"] == str(tmp_path / "base")
-    assert new_branch.lines[1].startswith(f"which is a branch from step 4 of {tmp_path / 'base'}")
-    assert new_branch.args.branched_from["changed"] == {"train_iters": (7, 9)}
-    for requested in (tmp_path / "base", child, grandchild):
+    family = new_branch.args.branched_from
+    assert family["parent"]["run"] == str(parent) and family["changed"] == {"train_iters": (7, 9)}
+    assert new_branch.lines[1].startswith(f"which is a branch from step 4 of {parent}")
+    assert new_branch.args.tensorboard_dir is None
+    assert "not taken over from the parent: tensorboard_dir" in new_branch.lines
+    for requested in (parent, child, grandchild):
         lines = tree_lines(requested)
-        assert [line.split(" (")[0] for line in lines if "/" in line] == [
-            f"{place}{'  <-' if requested == run else ''}" for place, run in (
-                (str(tmp_path / "base"), tmp_path / "base"), (f"  step 4: {child}", child),
-                (f"    step 5: {grandchild}", grandchild))
-        ]  # fmt: skip
-    assert "      train_iters: 5 -> 7" in lines
+        runs = {parent: "", child: "  step 4: ", grandchild: "    step 5: "}
+        expected = [f"{words}{run}{'  <-' if requested == run else ''}" for run, words in runs.items()]
+        assert [line for line in lines if str(tmp_path) in line] == expected
+        assert "      train_iters: 5 -> 7" in lines
 
 
 def command(*words: str) -> tuple[int, str, str]:
@@ -244,3 +288,12 @@ def test_the_command_line(base: Path, tmp_path: Path) -> None:
     assert code == 1 and f"{file}:2: hidden_size" in errors
     assert command(f"{base}@4", "none.yml")[2] == "deepy.py branch: error: none.yml: no such file\n"
     assert "RUN@STEP" in command()[2]
+
+
+def test_passwords_are_for_the_user_alone(base: Path, tmp_path: Path) -> None:
+    words = ["--set", f"save={tmp_path / 'x'}", "train_iters=9", "wandb_host=https://me:secret@host", "--prepare-only"]
+    code, output, _ = command(f"{base}@4", *words)
+    config_file = tmp_path / "x" / "branch.yml"
+    assert code == 0 and "secret" in config_file.read_text() and config_file.stat().st_mode & 0o077 == 0
+    assert "secret" not in output + (tmp_path / "x" / "parent.json").read_text()
+    assert not (tmp_path / "x" / "logs").exists()

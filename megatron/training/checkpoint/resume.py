@@ -44,8 +44,14 @@ from megatron.neox_arguments.addresses import without_secrets
 from megatron.training.checkpoint.base_weights import base_source, begin_adapters, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
 from megatron.training.checkpoint.local_saves import LocalSaves
-from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress
-from megatron.training.checkpoint.same_run import check_parent, check_same_run, restarts_data
+from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingProgress, zero_tokens
+from megatron.training.checkpoint.same_run import (
+    changed_keys,
+    check_parent,
+    check_same_run,
+    moments_of,
+    restarts_data,
+)
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
 from megatron.training.schedules import resumed_schedule
 
@@ -254,7 +260,7 @@ class CheckpointLoader:
 
         weights = run_on_each_rank(self.groups, read_all)
         if begins:
-            self.origin = replace(self.origin, zero_tokens=_zero_tokens(weights, self.groups.rank("tensor")))
+            self.origin = replace(self.origin, zero_tokens=zero_tokens(weights, self.groups.rank("tensor")))
         self.engine.set_weights(weights)
         if manifest is None and load is load_weights:
             self.logger.info(f"{path}: {describe_layout(path, self.args)}")
@@ -308,7 +314,7 @@ class CheckpointLoader:
             self.origin = replace(self.origin, saved_at=None if self._is_copy(path) else iteration)
             if manifest is not None:
                 self.origin = replace(self.origin, run_id=manifest.run_id)
-                changed = _changed(manifest.config, args.public_values) if manifest.config else []
+                changed = changed_keys(manifest.config, args.public_values) if manifest.config else []
                 if changed:
                     self.logger.info(without_secrets(f"keys changed since that checkpoint: {'; '.join(changed)}"))
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
@@ -479,13 +485,6 @@ class CheckpointLoader:
             self.engine.set_weights(masters)
 
 
-def moments_of(optimizer: str) -> str:
-    """Returns a name for the kind of state that an optimizer of this type keeps: "adam" for all kinds of
-    Adam."""
-    kind = optimizer.lower()
-    return "adam" if kind in ("adam", "adamw", "cpu_adam", "cpu_torch_adam") else kind
-
-
 def _check_precision(path: Path, now: str) -> None:
     """Raise CheckpointError if a GPT-NeoX checkpoint was saved in another precision than `now`."""
     saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_checkpoint(path).dtypes}
@@ -494,24 +493,3 @@ def _check_precision(path: Path, now: str) -> None:
             f"{path}: its optimizer state is for precision {', '.join(sorted(saved))}, but this run has {now}; set the "
             "checkpoint's precision, or no_load_optim: true to resume with the weights only"
         )
-
-
-def _changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the differences between two configurations as text, such as `["lr was 0.1, is 0.2"]`."""
-    differences = []
-    for key in sorted({*saved, *now}):
-        saved_value, value = saved.get(key), now.get(key)
-        if isinstance(saved_value, Mapping) and isinstance(value, Mapping):
-            differences += [f"{key} {text}" for text in _changed(saved_value, value)]
-        elif saved_value != value:
-            differences.append(f"{key} was {saved_value}, is {value}")
-    return differences
-
-
-def _zero_tokens(weights: Mapping[int, Mapping[str, Tensor]], tensor_rank: int) -> frozenset[int]:
-    """Returns the ids of tokens whose embeddings are zero, among the rows of this tensor rank."""
-    words = weights.get(0, {}).get("word_embeddings.weight")
-    if words is None:
-        return frozenset()
-    rows = (words == 0).all(dim=1).nonzero().flatten() + tensor_rank * len(words)
-    return frozenset(rows.tolist())

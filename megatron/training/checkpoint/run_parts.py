@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megatron.checkpointing import ParallelLayout
 from megatron.data import Datasets, FileStamp, order_sha256
 from megatron.mpu import ParallelGroups
@@ -128,3 +130,12 @@ class Origin:
     saved_at: int | None = None
     base: Mapping[str, Any] | None = None
     zero_tokens: frozenset[int] | None = None
+
+
+def zero_tokens(weights: Mapping[int, Mapping[str, Tensor]], tensor_rank: int) -> frozenset[int]:
+    """Returns the ids of tokens whose embeddings are zero, among the rows of this tensor rank."""
+    words = weights.get(0, {}).get("word_embeddings.weight")
+    if words is None:
+        return frozenset()
+    rows = (words == 0).all(dim=1).nonzero().flatten() + tensor_rank * len(words)
+    return frozenset(rows.tolist())

@@ -248,3 +248,22 @@ def _content(key: str, current: Mapping[str, Any] | None, saved: Mapping[str, An
 
 def _sets(count: int) -> str:
     return "none" if not count else "one set" if count == 1 else f"{count} sets"
+
+
+def moments_of(optimizer: str) -> str:
+    """Returns a name for the kind of state that an optimizer of this type keeps: "adam" for all kinds of
+    Adam."""
+    kind = optimizer.lower()
+    return "adam" if kind in ("adam", "adamw", "cpu_adam", "cpu_torch_adam") else kind
+
+
+def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the differences between two configurations as text, such as `["lr was 0.1, is 0.2"]`."""
+    differences = []
+    for key in sorted({*saved, *now}):
+        saved_value, value = saved.get(key), now.get(key)
+        if isinstance(saved_value, Mapping) and isinstance(value, Mapping):
+            differences += [f"{key} {text}" for text in changed_keys(saved_value, value)]
+        elif saved_value != value:
+            differences.append(f"{key} was {saved_value}, is {value}")
+    return differences
