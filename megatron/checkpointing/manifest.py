@@ -60,7 +60,8 @@ _MADE_OF = {
 _EXPERT_SHARDING = "moe_expert_tensor_parallel"
 _HEAD_KEYS = ("score_head", "no_weight_tying")
 
-_OPTIONAL_FIELDS = ("config", "optimizer", "validation_loss", "engine", "base")  # fields that the first manifests lack
+# Fields that the first manifests lack.
+_OPTIONAL_FIELDS = ("config", "settled", "optimizer", "validation_loss", "engine", "base")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Manifest:
     model: configuration keys that decide shapes and logits, with values (`model_keys`).
     tokenizer: fingerprint of the tokenizer. data: a fingerprint of each data set.
     versions: of libraries, by name. created: time as ISO 8601.
-    config: the configuration keys that the user set, with values.
+    config: the configuration keys that the user set, or that the run settled, with values.
+    settled: of these, the keys that the run settled, with the user's values: "auto", or None for unset.
     files: size and checksum of each file, by name.
     optimizer: whether the optimizer's state was saved.
     validation_loss: at this iteration; None if it was not computed.
@@ -116,12 +118,18 @@ class Manifest:
     versions: Mapping[str, str]
     created: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    settled: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     optimizer: bool = True
     validation_loss: float | None = None
     engine: str = "deepspeed"
     base: Mapping[str, Any] | None = None
     format_version: int = FORMAT_VERSION
+
+    @property
+    def user_config(self) -> dict[str, Any]:
+        """The configuration keys that the user set, with values, also if the run settled another value."""
+        return {key: value for key, value in {**self.config, **self.settled}.items() if value is not None}
 
     def to_json(self) -> str:
         """Returns the text of manifest.json, with a checksum of its content."""

@@ -241,6 +241,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     """
     logger = configure_logging(process.rank)
     user_args = configuration.frozen().check_training().for_world(process.world_size)
+    typed = user_args.public_values
     if engine is None and user_args.engine != "auto":  # `auto` may take the checkpoint's, which is read later
         engine = choose_engine(user_args).load()
     if engine is not None:
@@ -305,7 +306,10 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     # Stamps come first: a file that changes after its fingerprint was taken has another stamp from then on
     stamps, files = on_rank_zero(groups, lambda: (data_stamps(args), data_fingerprint(args)))
     order = order_keys(args, epochs)
-    parts = RunParts(args, method, groups, built, schedule, tokenizer, datasets, files, stamps, order, source, logger)
+    settled = {key: typed.get(key) for key, value in args.public_values.items() if value != typed.get(key)}
+    parts = RunParts(
+        args, method, groups, built, schedule, tokenizer, datasets, files, stamps, order, source, settled, logger
+    )  # fmt: skip
     writer = CheckpointWriter(parts, lock)
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")

@@ -78,7 +78,8 @@ class RunParts:
     """The parts of a run that `CheckpointLoader` and `CheckpointWriter` use.
 
     files: from `data_fingerprint`. stamps: from `data_stamps`, before `files`. order: from `order_keys`.
-    source: the checkpoint or model from which the run starts. schedule: as configured.
+    source: the checkpoint or model from which the run starts. schedule: as configured. settled: keys that the
+    run has settled, with the user's values; None: unset.
     """
 
     args: NeoXArgs
@@ -92,6 +93,7 @@ class RunParts:
     stamps: Mapping[str, FileStamp]
     order: Mapping[str, Any]
     source: CheckpointSource
+    settled: Mapping[str, Any]
     logger: logging.Logger
 
     @property

@@ -314,6 +314,7 @@ class CheckpointWriter:
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=self.args.public_values,
+            settled=self.run.settled,
             optimizer=not self.args.compat_no_save_optim,
             validation_loss=None if not math.isfinite(loss) else loss,
             engine=self.engine.name,
