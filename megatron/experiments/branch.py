@@ -130,12 +130,12 @@ def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None
 def _new_branch(
     parent: Parent, save: Path, new: Assignments, start: Assignments, settings: Mapping[str, Any]
 ) -> Branch:
-    origin = _origin(parent)
-    old_args = load_assignments([], [(key, value, origin) for key, value in parent.manifest.config.items()])
+    origin, config = _origin(parent), parent.manifest.user_config
+    old_args = load_assignments([], [(key, value, origin) for key, value in config.items()])
     # `lr_decay_style:` alone is another style too, the default.
     set_keys = {path.partition(".")[0] for path, value, _ in new if value is not None or path == "lr_decay_style"}
     replaced = {key for names, alternatives in _REPLACEMENTS if set_keys & set(names) for key in alternatives}
-    inherited = {key: value for key, value in parent.manifest.config.items() if key not in {*_NOT_INHERITED, *replaced}}
+    inherited = {key: value for key, value in config.items() if key not in {*_NOT_INHERITED, *replaced}}
     base = [(key, value, origin) for key, value in inherited.items()]
     base += [
         *new,

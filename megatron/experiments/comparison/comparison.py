@@ -23,6 +23,7 @@ _PLACE_OWNERS = ("LoggingKeys", "OperationsKeys", "RunnerKeys")
 _PLACE_KEYS = {
     "save", "local_save", "remote_staging", "s3_path", "index_cache_dir", "reference_cache_dir", "eval_output_dir",
     "eval_results_prefix", "eval_cache", "fused_kernels_build_path", "rank", "local_rank", "user_script",
+    "branched_from",
 }  # fmt: skip
 # Keys on which the text and tokens of a validation depend. It reads eval_iters batches.
 _MEASURED_ON = (
@@ -149,9 +150,13 @@ def _differences(runs: Sequence[Run], all_keys: bool) -> Differences | None:
     if all_keys:
         return Differences(values)
     keys = keys_of(NeoXArgs)
-    places = [key for key in values if keys[key.partition(".")[0]].owner in _PLACE_OWNERS or key in _PLACE_KEYS]
-    if all(args.load is None or _is_same_folder(args.load, args.save) for args in configurations) and "load" in values:
-        places.append("load")  # of the run itself, to resume
+    places = [
+        key for key in values
+        if keys[name := key.partition(".")[0]].owner in _PLACE_OWNERS or name in _PLACE_KEYS
+    ]  # fmt: skip
+    own = (args.load is None or _is_same_folder(args.load, args.save) or args.branched_from for args in configurations)
+    if all(own):  # of the run itself, to resume, or the parent of a branch, which has a line of its own
+        places += [key for key in ("load", "iteration") if key in values]
     derived = [
         key for key in values
         if key not in places and all(args.origin(key) in ("derived", "default") for args in configurations)
@@ -192,6 +197,8 @@ def _notes(
             last = max((int(points.iterations[-1]) for points in run.series.values()), default=0)
             total = f" of {run.status['train_iters']:,}" if run.status.get("train_iters") else ""
             notes.append(f"{run.name} is still running (step {last:,}{total}): only its rows up to now are compared")
+        if run.args is not None and (parent := run.args.branched_from) is not None:
+            notes.append(f"{run.name} is a branch from step {parent['iteration']:,} of {parent['run']}")
         if run.args is None:
             notes.append(f"{run.name} has no configuration that this version can read: keys are not compared")
         if missing := [name for name in metrics if name not in placed_run.series]:

@@ -78,7 +78,8 @@ def _key_items(comparison: Comparison) -> Iterator[str | Table]:
     if difference.derived:
         yield f"also differing, because they follow from others: {', '.join(difference.derived)} (--all shows them)"
     if difference.places:
-        yield f"not counted: {', '.join(difference.places)} (--all counts folders, logging and launching too)"
+        places = dict.fromkeys(key.partition(".")[0] for key in difference.places)
+        yield f"not counted: {', '.join(places)} (--all counts folders, logging and launching too)"
 
 
 def _curve_items(comparison: Comparison, curve: AlignedCurve) -> Iterator[str | Table]:
