@@ -21,11 +21,11 @@ MODEL = {**LLAMA, "checkpoint_factor": 100}
 
 def make_run(
     save: Path, steps: int = 40, shift: float = 0.0, tokens: int = 256, interval: int = 10, status: str = "finished",
-    extra_rows: Sequence[Row] = (), **keys: Any,
+    start: int = 1, extra_rows: Sequence[Row] = (), **keys: Any,
 ) -> Path:  # fmt: skip
     """A run whose losses are linear in tokens: 5 + shift - tokens / 10,000; validated every so many steps."""
     rows = []
-    for step in range(1, steps + 1):
+    for step in range(start, steps + 1):
         loss = 5.0 + shift - step * tokens / 10_000
         rows.append({"iteration": step, "consumed_tokens": step * tokens, "train/lm_loss": loss,
                      "runtime/tokens_per_sec": 100.0 * step, "run_id": "a"})  # fmt: skip
@@ -49,7 +49,11 @@ def evaluate(folder: Path, save: Path, scores: Sequence[float], metric: str = "a
     }  # fmt: skip
     (folder / name).write_text(json.dumps(results))
     if samples:
-        lines = [{"doc_id": i, "doc_hash": f"hash {i}", "filter": "none", metric: x} for i, x in enumerate(scores)]
+        lines = [
+            {"doc_id": i, "doc_hash": f"hash {i}", "filter": kind, metric: x if kind == "none" else 1.0}
+            for i, x in enumerate(scores)
+            for kind in ("none", "strict")
+        ]
         file = name.replace("results_", f"samples_{task}_").replace(".json", ".jsonl")
         (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -104,12 +108,15 @@ def test_values_at_common_points_are_logged_or_between_two_logged_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", shift=0.5, steps=25, status="running"),
-            make_run(tmp_path / "c", tokens=512, interval=7)]  # fmt: skip
+            make_run(tmp_path / "c", tokens=512, interval=7), make_run(tmp_path / "d", start=18)]  # fmt: skip
     answer = compared(capsys, *runs)
     validation, training = answer["curves"]
     assert [validation["metric"], training["metric"]] == ["validation/lm_loss", "train/lm_loss"]
     assert validation["points"][:2] == [10, 14] or 10 in validation["points"]
-    for curve, bounds in ((validation, [(10, 40), (10, 20), (7, 35)]), (training, [(1, 40), (1, 25), (1, 40)])):
+    for curve, bounds in (
+        (validation, [(10, 40), (10, 20), (7, 35), (20, 40)]),
+        (training, [(1, 40), (1, 25), (1, 40), (18, 40)]),
+    ):
         for point, values in zip(curve["points"], curve["values"], strict=True):
             for run, (value, (start, end)) in enumerate(zip(values, bounds, strict=True)):
                 assert (value is None) == (not start <= point <= end)
@@ -118,7 +125,7 @@ def test_values_at_common_points_are_logged_or_between_two_logged_ones(
                     assert value["value"] == pytest.approx(5.0 + added - tokens / 10_000)
                     logged = curve is training or point % (7 if run == 2 else 10) == 0
                     assert value["interpolated"] is not logged
-    assert [end[0] for end in validation["ends"]] == [40, 20, 35]
+    assert [end[0] for end in validation["ends"]] == [40, 20, 35, 40]
     assert answer["notes"] == ["b is still running (step 25 of 40): only its rows up to now are compared"]
     token_answer = compared(capsys, *runs, "--by", "tokens", "--metric", "train/*")
     (curve,) = token_answer["curves"]
@@ -182,21 +189,25 @@ def test_scores_and_their_tests(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_scores_of_metrics_jsonl_have_no_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"iteration": 41, "consumed_tokens": 1, "run_id": "a", "eval_tasks/quiz_acc": 0.5}
-    runs = [make_run(tmp_path / "a", extra_rows=[row]), make_run(tmp_path / "b", extra_rows=[row])]
+    rows = [{"iteration": 40 + i, "consumed_tokens": 1, "run_id": "a", "eval_tasks/quiz_acc": 0.25 * i} for i in (1, 2)]
+    runs = [make_run(tmp_path / "a", extra_rows=rows[:1]), make_run(tmp_path / "b", extra_rows=rows)]
     (item,) = compared(capsys, *runs)["score_differences"]
-    assert (item["difference"], item["p"], item["test"]) == (0.0, None, "none: no standard error")
+    assert (item["difference"], item["p"], item["test"]) == (0.25, None, "none: no standard error")
 
 
 def test_notes_on_runs_of_other_text_or_without_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nan = {"iteration": 50, "consumed_tokens": 1, "run_id": "a", "train/lm_loss": None}
-    base, shorter = make_run(tmp_path / "a"), make_run(tmp_path / "b", extra_rows=[nan], seq_length=16)
+    base, shorter = (
+        make_run(tmp_path / "a"),
+        make_run(tmp_path / "b", extra_rows=[nan], seq_length=16, train_batch_size=4),
+    )
     (base / "bad_eval_results_1.json").write_text('{"results": {"quiz": 3}}')
     code, output, problems = compare(capsys, base, shorter, "--metric", "train/lm_loss", "--metric", "valid*/lm_loss")
     assert code == 0 and "b: 1 NaN or infinite values are left out" in output
-    assert "not of the same text or tokens, because of other values of seq_length" in output
+    (note,) = re.findall("not of the same text or tokens, because of other values of (.*)", output)
+    assert set(note.split(", ")) == {"seq_length", "train_batch_size"}
     assert problems.count("\n") == 1 and "bad_eval_results_1.json: holds no results of lm-eval" in problems
     unreadable = make_run(tmp_path / "c")
     next((unreadable / "logs").glob("neox_args*")).write_text("{}")

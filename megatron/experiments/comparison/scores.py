@@ -29,7 +29,7 @@ class Score:
     iteration: step of the evaluated weights; None: unknown.
     stderr: standard error; None: unknown.
     task_hash: hash of documents, prompts and targets; None: unknown.
-    higher_is_better: None if unknown.
+    higher_is_better: also if unknown.
     file: the result file; None: the score is from metrics.jsonl.
     """
 
@@ -40,8 +40,8 @@ class Score:
     metric: str = ""
     kind: str = ""
     task_hash: str | None = None
-    version: Any = None
-    higher_is_better: bool | None = None
+    version: str | None = None
+    higher_is_better: bool = True
     file: Path | None = None
 
 
@@ -162,10 +162,14 @@ def _evaluations(run: Run, folders: Sequence[str | Path]) -> Iterator[tuple[floa
 
 def _scores_of(path: Path, results: Mapping[str, Any], iteration: int | None) -> dict[str, Score]:
     hashes, versions, better = (results.get(part, {}) for part in ("task_hashes", "versions", "higher_is_better"))
+
+    def text_of(part: Mapping[str, Any], task: str) -> str | None:
+        return str(part[task]) if part.get(task) is not None else None
+
     return {
         row.name: Score(
-            row.value, iteration, row.stderr, row.task, row.metric, row.filter, hashes.get(row.task),
-            versions.get(row.task), better.get(row.task, {}).get(row.metric), path,
+            row.value, iteration, row.stderr, row.task, row.metric, row.filter, text_of(hashes, row.task),
+            text_of(versions, row.task), better.get(row.task, {}).get(row.metric) is not False, path,
         )
         for row in score_rows(results)
     }  # fmt: skip

@@ -152,7 +152,7 @@ def _score_items(comparison: Comparison) -> Iterator[str | Table]:
 
 
 def _title(name: str, score: Score) -> str:
-    return name + (" (lower is better)" if score.higher_is_better is False else "")
+    return name + ("" if score.higher_is_better else " (lower is better)")
 
 
 def _with_error(score: Score) -> str:
