@@ -32,7 +32,7 @@ A, B, CHAT, LABELS = (
 LONG = {
     "data_path": None, "train_data_paths": [A], "train_iters": 5, "lr_decay_iters": 100, "lr_decay_style": "wsd",
     "lr_wsd_decay_iters": 10, "hidden_dropout": 0.1, "num_layers": 2, "checkpoint_factor": 2,
-    "train_micro_batch_size_per_gpu": 2, "eod_mask_loss": False,
+    "train_micro_batch_size_per_gpu": 2, "eod_mask_loss": False, "pos_emb": "rotary", "max_position_embeddings": 64,
 }  # fmt: skip
 DECAY = {"train_iters": 7, "lr_decay_iters": 7, "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "minus_sqrt"}
 MIX = {"train_iters": 7, "train_data_paths": [B, A], "train_data_weights": [1.0, 3.0]}
@@ -134,9 +134,9 @@ def test_another_objective_and_other_data(base: Path, tmp_path: Path) -> None:
 
 def test_data_that_no_run_can_plan_begin_at_their_sample_0(base: Path, tmp_path: Path) -> None:
     """With a fresh optimizer; killed and resumed, the branch keeps its data position and moments."""
-    save, keys = tmp_path / "order", {"data_seed": 7, "train_iters": 8, "no_load_optim": True}
+    save, keys = tmp_path / "order", {"data_seed": 7, "seq_length": 64, "train_iters": 8, "no_load_optim": True}
     new_branch = branch(f"{base}@latest", save, **keys)
-    assert any(re.match("data: from sample 0 .*data_seed", line) for line in new_branch.lines)
+    assert any(re.match("data: from sample 0 .*seq_length, data_seed", line) for line in new_branch.lines)
     assert "optimizer: fresh: no_load_optim (new.yml)" in new_branch.lines
     run_ranks(run_all, 1, [values_of(new_branch)])
     manifest, undisturbed = manifest_of(save, 8), state(save, 8)
