@@ -24,15 +24,18 @@ from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
 from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, begin, cells, config
 
-A, B, CHAT, LABELS = (
+A, B, CHAT, LABELS, CHOSEN, CHOSEN_LABELS, REJECTED, REJECTED_LABELS = (
     str(GOLDEN / "dataset" / f"{name}_document")
-    for name in ("corpusA_text", "corpusB_text", "chat_conversation", "chat_conversation_label")
-)
+    for name in (
+        "corpusA_text", "corpusB_text", "chat_conversation", "chat_conversation_label", "pairs_chosen",
+        "pairs_chosen_label", "pairs_rejected", "pairs_rejected_label",
+    )
+)  # fmt: skip
 # A long run with a constant rate, and dropout, whose random states go on too.
 LONG = {
     "data_path": None, "train_data_paths": [A], "train_iters": 5, "lr_decay_iters": 100, "lr_decay_style": "wsd",
     "lr_wsd_decay_iters": 10, "hidden_dropout": 0.1, "num_layers": 2, "checkpoint_factor": 2,
-    "train_micro_batch_size_per_gpu": 2, "eod_mask_loss": False, "pos_emb": "rotary", "max_position_embeddings": 64,
+    "train_micro_batch_size_per_gpu": 2, "eod_mask_loss": False, "pos_emb": "rotary", "max_position_embeddings": 256,
 }  # fmt: skip
 DECAY = {"train_iters": 7, "lr_decay_iters": 7, "lr_wsd_decay_iters": 3, "lr_wsd_decay_style": "minus_sqrt"}
 MIX = {"train_iters": 7, "train_data_paths": [B, A], "train_data_weights": [1.0, 3.0]}
@@ -43,6 +46,12 @@ PLANNED_MIX = {
 SFT = {
     "train_iters": 3, "train_data_paths": [CHAT], "train_label_data_paths": [LABELS], "pack_impl": "best_fit",
     "lr_decay_style": "constant",
+}  # fmt: skip
+DPO: dict[str, Any] = {
+    "train_iters": 2, "seq_length": 256, "train_impl": "dpo", "pack_impl": "best_fit",
+    "dataset_impl": "pairwise", "pos_train_data_paths": [CHOSEN],
+    "neg_train_data_paths": [REJECTED], "pos_train_label_data_paths": [CHOSEN_LABELS],
+    "neg_train_label_data_paths": [REJECTED_LABELS],
 }  # fmt: skip
 STATE = ("layer_", "optim_", "mp_rank_")
 
@@ -121,15 +130,22 @@ def test_a_decay_and_a_mix_equal_planned_runs(layout: str, tmp_path: Path) -> No
     assert record["changed"]["train_iters"] == [5, 7]
 
 
-def test_another_objective_and_other_data(base: Path, tmp_path: Path) -> None:
-    """SFT is fine-tuning as configured by hand; data that no run can plan begin at their sample 0."""
-    sft = branch(f"{base}@4", tmp_path / "sft", **SFT)
-    assert "weights alone, from iteration 0: another objective" in "\n".join(sft.lines)
-    expected_run = long_run(lr_wsd_decay_iters=None) | SFT
-    expected_run |= {"save": str(tmp_path / "hand"), "load": str(base), "iteration": 4, "finetune": True}
-    run_ranks(run_all, 1, [values_of(sft), expected_run])
-    assert losses(tmp_path / "sft") == losses(tmp_path / "hand") and len(losses(tmp_path / "sft")) == 3
-    assert state(tmp_path / "sft", 3) == state(tmp_path / "hand", 3)
+def test_another_objective_begins_with_the_weights(base: Path, tmp_path: Path) -> None:
+    """SFT and DPO equal fine-tuning as configured by hand."""
+    branches, expected_runs = [], []
+    for name, keys in {"sft": SFT, "dpo": DPO}.items():
+        new_branch = branch(f"{base}@4", tmp_path / name, **keys)
+        branches.append(new_branch)
+        assert "weights alone, from iteration 0: another objective" in "\n".join(new_branch.lines)
+        left_out = {"sft": ["lr_wsd_decay_iters"], "dpo": ["train_data_paths"]}[name]
+        values = {key: value for key, value in long_run().items() if key not in left_out} | keys
+        place = {"save": str(tmp_path / f"{name} by hand"), "load": str(base), "iteration": 4, "finetune": True}
+        expected_runs.append(values | place)
+    run_ranks(run_all, 1, [*map(values_of, branches), *expected_runs])
+    for name, steps in (("sft", 3), ("dpo", 2)):
+        save, expected = tmp_path / name, tmp_path / f"{name} by hand"
+        assert losses(save) == losses(expected) and len(losses(save)) == steps
+        assert state(save, steps) == state(expected, steps)
 
 
 def test_data_that_no_run_can_plan_begin_at_their_sample_0(base: Path, tmp_path: Path) -> None:
