@@ -1,6 +1,7 @@
 """eval.py as people type it: files, table, trackers, cache, comparison, errors."""
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -180,7 +181,9 @@ def test_a_checkpoint_in_two_layouts_as_typed(use_deepy, tmp_path):
     values = config(NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2)
     run_ranks(run_to_end, 1, values)
     (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
-    (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\neval_log_samples: true\n")
+    layout = {"model_parallel_size": 2, "eval_limit": 6, "eval_log_samples": True,
+              "load": os.path.relpath(tmp_path / "save", ROOT)}  # fmt: skip
+    (tmp_path / "tp.yml").write_text(yaml.safe_dump(layout))
     argv = ["-d", str(tmp_path), "a.yml", "tp", "--eval_tasks", "shipped_choice", "own_text", "--eval_include_path",
             str(tmp_path), "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
     if use_deepy:
