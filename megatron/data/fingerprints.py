@@ -12,6 +12,7 @@ from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.preference_sets import preference_files
 from megatron.data.run_datasets import SampleSet
 from megatron.data.set_config import (
+    SET_PREFIX,
     blend_weights,
     companion_paths,
     data_prefixes,
@@ -140,6 +141,8 @@ def path_key(name: str, kind: str = "") -> str:
 
     kind: "labels" or "rewards" for the key that lists these files; "" for the key of the text.
     """
+    if name.startswith(SET_PREFIX):
+        return "valid_set_labels" if kind == "labels" else "valid_sets"
     split, *side = name.rstrip("0123456789").rstrip("_").split("_")
     if split == "prompts":
         return next(declaration.prompts_key for declaration in declarations() if declaration.prompts_key)

@@ -10,7 +10,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import unlisted_labels
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
-from megatron.data.set_config import companion_paths, data_prefixes, names_missing_data, storage
+from megatron.data.set_config import SET_PREFIX, companion_paths, data_prefixes, names_missing_data, storage
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of, further_sets
 from megatron.neox_arguments.values.losses import sample_kind
@@ -39,6 +39,7 @@ def data_log_lines(args: NeoXArgs) -> list[str]:
         unlisted = companion_paths(args, name)[0] is None
         key = "train_label_data_paths (with train_data_paths)" if name == "all" else f"{name}_label_data_paths"
         key = further_sets()[name].labels if name in further_sets() else key
+        key = f"valid_set_labels.{name.removeprefix(SET_PREFIX)}" if name.startswith(SET_PREFIX) else key
         for prefix in prefixes:
             labels = unlisted and unlisted_labels(prefix, key)
             lines += [line for line in (labels, _truncated_documents(args, prefix, storage(args, name))) if line]

@@ -55,6 +55,7 @@ class Datasets:
     """The datasets of one run. A set is None if the split leaves it no document, or if the run takes no
     sample of it.
 
+    valid_sets: {name: validation set} of the key `valid_sets`.
     further: {name: extra training set that the training method declares}, see `further_sets`.
     log_lines: lines about the sets for the start of the log.
     contents: for sets that a reference model scores, what decides their rows.
@@ -68,6 +69,7 @@ class Datasets:
     contents: Mapping[str, SetContents] = field(default_factory=dict)
     segment_ends: SegmentEnds = field(default_factory=dict)
     further: Mapping[str, SampleSet] = field(default_factory=dict)
+    valid_sets: Mapping[str, SampleSet] = field(default_factory=dict)
 
     def get(self, name: str) -> SampleSet | None:
         """Return the dataset called `name`: train, valid, test, or one of `further`; None if the run does

@@ -17,10 +17,12 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.methods import further_sets
 from megatron.neox_arguments.values.losses import sample_kind, writes_pairs
 from megatron.neox_arguments.values.remote_paths import is_remote
+from megatron.neox_arguments.values.valid_sets import paths_by_set
 
 P = ParamSpec("P")
 T = TypeVar("T")
 SET_NAMES = ("train", "valid", "test")
+SET_PREFIX = "valid/"  # a set NAME of `valid_sets` is called valid/NAME among a run's datasets
 
 
 def masked_token_ids(args: NeoXArgs) -> tuple[int, ...]:
@@ -113,10 +115,12 @@ def hash_cache_dir(args: NeoXArgs, prefix: str) -> Path:
 def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
     """Return {set name: data paths of the set, without .bin/.idx}.
 
-    Names: train, valid, test, or "all" for `data_path`, which `split` divides; and the extra training sets
-      that the training method declares (`further_sets`). Raises DataError if there is no training data.
+    Names: train, valid, test, or "all" for `data_path`, which `split` divides; the extra training sets that
+      the training method declares (`further_sets`); and valid/NAME for each of `valid_sets`. Raises DataError
+      if there is no training data.
     """
-    further = {n: (path,) for n, declared in further_sets().items() if (path := declared.path(args)) is not None}
+    further = {SET_PREFIX + name: paths for name, paths in valid_sets(args).items()}
+    further |= {n: (path,) for n, declared in further_sets().items() if (path := declared.path(args)) is not None}
     if args.data_path:
         return {"all": (args.data_path,), **further}
     lists = zip(SET_NAMES, (args.train_data_paths, args.valid_data_paths, args.test_data_paths), strict=True)
@@ -124,6 +128,16 @@ def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
     if "train" not in prefixes:
         raise DataError("no training data: set data_path (with split), or train_data_paths")
     return {**prefixes, **further}
+
+
+def valid_sets(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
+    """Return the data paths of each named validation set."""
+    return paths_by_set(args.valid_sets)
+
+
+def valid_set_labels(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
+    """Return the paths of the labels of the named validation sets that have labels."""
+    return paths_by_set(args.valid_set_labels)
 
 
 def names_missing_data(function: Callable[P, T]) -> Callable[P, T]:
@@ -140,6 +154,10 @@ def names_missing_data(function: Callable[P, T]) -> Callable[P, T]:
         except MissingDataError as problem:
             args: Any = arguments[0]
             keys = [name for name in keys_of(type(args)) if name.endswith(("data_path", "data_paths"))]
+            for key, sets in (("valid_sets", valid_sets(args)), ("valid_set_labels", valid_set_labels(args))):
+                for name, paths in sets.items():
+                    if problem.prefix in paths:
+                        raise DataError(f"{args.origin(key)}: {key}.{name}: {problem}") from problem
             further_keys = [key for declared in further_sets().values() for key in (declared.data, declared.labels)]
             for key in (*keys, *further_keys):
                 value = getattr(args, key) or ()
@@ -164,6 +182,8 @@ def companion_paths(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, 
     """
     labels = (args.train_label_data_paths, args.valid_label_data_paths, args.test_label_data_paths)
     rewards = (args.train_reward_data_paths, args.valid_reward_data_paths, args.test_reward_data_paths)
+    if name.startswith(SET_PREFIX):
+        return valid_set_labels(args).get(name.removeprefix(SET_PREFIX)), None
     if (declared := further_sets().get(name)) is not None:
         path = getattr(args, declared.labels)
         return (None if path is None else (path,)), None
@@ -180,6 +200,8 @@ def blend_weights(args: NeoXArgs, name: str, members: Sequence[IndexedDataset]) 
     if unit is not None:
         sizes = [_size(indexed, unit) for indexed in members]
         return weights_by_documents(sizes, args.weighted_sampler_alpha, args.compat_weight_by_num_documents)
+    if name.startswith(SET_PREFIX):
+        return (1.0,) * len(members)
     weights = (args.train_data_weights, args.valid_data_weights, args.test_data_weights)[SET_NAMES.index(name)]
     return weights or (1.0,) * len(members)
 

@@ -42,6 +42,7 @@ from megatron.data.packing import build_maps, packing_from_args
 from megatron.data.run_datasets import Datasets, SampleSet, SetContents
 from megatron.data.set_config import (
     SET_NAMES,
+    SET_PREFIX,
     blend_weights,
     companion_paths,
     data_prefixes,
@@ -52,6 +53,7 @@ from megatron.data.set_config import (
     requested_samples,
     split_boundaries,
     storage,
+    valid_sets,
 )
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of, further_sets
@@ -135,6 +137,7 @@ def build_text_sets(
 
     plans, log_lines = on_one_rank(write)
     sets = {plan.name: _load(plan, args) for plan in plans}
+    valid = {name: sets.pop(SET_PREFIX + name) for name in valid_sets(args) if SET_PREFIX + name in sets}
     ends = {
         plan.name: tuple((*source.earlier_ends, source.num_samples) for source in plan.sources)
         for plan in plans
@@ -142,7 +145,7 @@ def build_text_sets(
     }
     scored = {name for name, declared in further_sets().items() if declared.is_scored}
     contents = {plan.name: _contents(plan, args) for plan in plans if plan.name in scored}
-    return Datasets(None, None, None, tuple(log_lines), contents, ends).with_sets(sets)
+    return Datasets(None, None, None, tuple(log_lines), contents, ends, valid_sets=valid).with_sets(sets)
 
 
 def text_samples_per_epoch(args: NeoXArgs) -> int:
@@ -164,7 +167,7 @@ def _plans(
         if "all" in prefixes
         else _listed_plans(args, sample_counts)
     )
-    plans = [_one_pass(plan, args) for plan in plans]
+    plans = [_one_pass(plan, args) for plan in (*plans, *_valid_set_plans(args, sample_counts[1]))]
     if sample_counts[0] > 0:
         plans += _further_plans(args, data_state)
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.sources[0].stop > plan.sources[0].start]
@@ -233,6 +236,24 @@ def _listed_plans(args: NeoXArgs, sample_counts: tuple[int, int, int]) -> list[_
             source = _TextSource(indexed, start, _limited(args, start, stop), share, origin)
             sources.append(_with_companions(source, args, list_name, i))
         plans.append(_TextPlan(name, tuple(sources), weights, samples, phases=phases))
+    return plans
+
+
+def _valid_set_plans(args: NeoXArgs, samples: int) -> list[_TextPlan]:
+    """Return the plans of the named validation sets (`valid_sets`), each with so many samples."""
+    plans = []
+    for name, prefixes in valid_sets(args).items():
+        members = [open_tokens(prefix, args.data_impl) for prefix in prefixes]
+        for indexed in members:
+            if not len(indexed):
+                raise DataError(f"{indexed.data_file}: no document; take it out of valid_sets.{name}")
+        weights = blend_weights(args, SET_PREFIX + name, members)
+        sources = []
+        for i, (indexed, share) in enumerate(zip(members, samples_per_member(weights, samples), strict=True)):
+            origin = f"{indexed.data_file} (valid_sets.{name})"
+            source = _TextSource(indexed, 0, _limited(args, 0, len(indexed)), share, origin)
+            sources.append(_with_companions(source, args, SET_PREFIX + name, i))
+        plans.append(_TextPlan(SET_PREFIX + name, tuple(sources), weights, samples))
     return plans
 
 

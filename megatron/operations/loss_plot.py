@@ -1,8 +1,10 @@
 """Plots the losses in a run's metrics.jsonl over the tokens seen, and summarises them in one sentence."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+_SETS = "validation/*/lm_loss"  # the named sets of `valid_sets`
 _ENTROPY = "validation/unigram_entropy"
 # Colour and label of further metrics, drawn if a run logged them
 EXTRA_CURVES = {
@@ -40,6 +42,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.plot(*read_curve(ordinary(rows), "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
     axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
+    for name in dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, _SETS)):
+        axes.plot(*read_curve(rows, name), marker=".", linewidth=1, label=f"validation {name.split('/')[1]}")
     for name, (color, label) in EXTRA_CURVES.items():
         if any(name in row for row in rows):
             axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)

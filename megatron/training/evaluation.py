@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch, SampleSet, collation, eval_batches, trains_preferences
+from megatron.data.set_config import valid_sets
 from megatron.model import eager_blocks
 from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
@@ -49,6 +50,33 @@ class ValidationResult:
         return None if per_character is None else math.exp(min(self.lm_loss * per_character, 20.0))
 
 
+@dataclass(frozen=True)
+class ValidationSums:
+    """The sums over the tokens of a set from which its `ValidationResult` follows; sums of sets add up.
+
+    totals: `[3 + metrics]` fp64: loss, tokens, characters, metrics. label_counts: `[vocabulary]` int64.
+    names: of the metrics. counts_characters: whether characters were counted.
+    """
+
+    totals: Tensor
+    label_counts: Tensor
+    names: tuple[str, ...]
+    counts_characters: bool
+
+    def __add__(self, further: "ValidationSums") -> "ValidationSums":
+        totals, counts = self.totals + further.totals, self.label_counts + further.label_counts
+        return ValidationSums(totals, counts, self.names, self.counts_characters)
+
+    def result(self) -> ValidationResult:
+        """Returns the means over all tokens of the set, or of the sets whose sums were added."""
+        label_counts = self.label_counts[self.label_counts > 0].double()
+        shares = label_counts / label_counts.sum()
+        loss, tokens, characters, *sums = self.totals.tolist()
+        per_character = tokens / max(1.0, characters) if self.counts_characters else None
+        means = {name: value / max(1.0, tokens) for name, value in zip(self.names, sums, strict=True)}
+        return ValidationResult(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
+
+
 def evaluate(
     engine: Engine,
     dataset: SampleSet,
@@ -56,8 +84,9 @@ def evaluate(
     eod: int | None,
     detokenize: Callable[[Iterable[int]], str] | None = None,
     look_for_stop: Callable[[], None] = lambda: None,
-) -> ValidationResult:
-    """Returns loss and metrics over the first `num_samples` samples of a set, or over all if it has fewer.
+) -> ValidationSums:
+    """Returns the sums of loss and metrics over the first `num_samples` samples of a set, or over all if it
+    has fewer.
 
     eod: the tokenizer's end-of-document token. detokenize: if set, the characters of the text are counted.
     look_for_stop: called before each chunk of micro-batches, by all ranks together; an exception that it
@@ -80,12 +109,7 @@ def evaluate(
         totals, counts = totals.to(groups.device), counts.to(groups.device)
         dist.all_reduce(totals, group=groups.group("data"))
         dist.all_reduce(counts, group=groups.group("data"))
-    label_counts = counts[counts > 0].double()
-    shares = label_counts / label_counts.sum()
-    loss, tokens, characters, *sums = totals.tolist()
-    per_character = tokens / max(1.0, characters) if detokenize is not None else None
-    means = {name: value / max(1.0, tokens) for name, value in zip(names, sums, strict=True)}
-    return ValidationResult(loss / max(1.0, tokens), float(-(shares * shares.log()).sum()), per_character, means)
+    return ValidationSums(totals, counts, names, detokenize is not None)
 
 
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
@@ -151,7 +175,8 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     metrics = objective.metrics if trains_preferences(args) else statistics_of(objective)
     perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
     names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences, *objective.validated)
-    return [f"validation/{name}" for name in ("lm_loss", *names)]
+    places = ("validation", *(f"validation/{name}" for name in valid_sets(args)))
+    return [f"{place}/{name}" for place in places for name in ("lm_loss", *names)]
 
 
 def _chunks(

@@ -299,7 +299,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     except RuntimeError as problem:
         raise explained(problem, run_args, groups.world_rank, groups.device, watchdog.activity) from problem
     args = built.args
-    check_best(args, built.objective, datasets.valid)
+    check_best(args, built.objective, datasets)
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"
     logger.info(schedule.describe() + (scaling if args.lr_scaling != "none" else ""))

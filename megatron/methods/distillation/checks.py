@@ -9,6 +9,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote
 _CONFLICTS = {
     "sft_loss_type": "distillation always uses the negative log-likelihood as loss of the labels",
     "z_loss": "the loss of distillation has no z-loss term",
+    "valid_sets": "the divergence from the teacher is validated on valid_data_paths alone",
     "ga_dataset": "distillation cannot be combined with unlearning",
 }
 

@@ -29,6 +29,11 @@ class DataKeys:
     train_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the training data; several are blended")
     valid_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the validation data; several are blended")
     test_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the test data; several are blended")
+    valid_sets: Mapping[str, Any] | None = new_key(
+        None,
+        "More validation sets by name, each a prefix or a list of prefixes; every set has its own loss, "
+        "validation/NAME/lm_loss",
+    )
     train_data_weights: tuple[float, ...] | None = key(
         None, "Share of samples from each of train_data_paths, in any unit; unset: equal"
     )

@@ -1,7 +1,8 @@
 """Declares the keys that several kinds of post-training read: labels, pairs, the reference model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.methods import train_impls
@@ -29,6 +30,9 @@ class PostTrainingKeys:
         None, "Labels of train_data_paths, one each: the tokens, or -100 if not trained"
     )
     valid_label_data_paths: Paths = key(None, "Labels of valid_data_paths, as train_label_data_paths")
+    valid_set_labels: Mapping[str, Any] | None = new_key(
+        None, "Labels of valid_sets by the same names, one prefix for each of theirs, as train_label_data_paths"
+    )
     test_label_data_paths: Paths = key(None, "Labels of test_data_paths, as train_label_data_paths")
     train_reward_data_paths: Paths = key(
         None,

@@ -20,6 +20,7 @@ from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.neox_arguments.values.remote_paths import is_remote, remote_data_error, remote_path_error
+from megatron.neox_arguments.values.valid_sets import validate_valid_sets
 
 _DATA_PATHS = re.compile(r"(.+_)?data_paths?")
 
@@ -39,6 +40,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     _recomputation(args, problems)
     _checkpoints(args, problems)
     _data(args, problems)
+    validate_valid_sets(args, problems)
     validate_packing(args, problems)
     validate_preferences(args, problems)
     check_methods(args, problems)
@@ -338,7 +340,7 @@ def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
     elif present and args.train_data_paths is None:
         problems.add(present[0], "needs train_data_paths too; set it")
-    elif present and args.eval_iters > 0 and args.valid_data_paths is None and not cuts_listed_paths(args):
+    elif present and args.eval_iters > 0 and not (args.valid_data_paths or args.valid_sets or cuts_listed_paths(args)):
         message = "needs valid_data_paths too (or eval_iters: 0, to train without validation"
         problems.add(present[0], f"{message}{'; or split, to hold data out' if sample_kind(args) == 'texts' else ''})")
     parts = args.split.replace("/", ",").split(",")

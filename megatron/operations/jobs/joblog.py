@@ -32,7 +32,10 @@ _PHASES = (
     ("saving", rb"^still saving"),
     ("evaluating", rb"^Running evaluation harness|^still (?:evaluating|computing the|answering demo)"),
     ("ended", rb"^run (?:finished|stopped|failed) at iteration|^nothing left to do: train_iters is"),
-    ("training", rb"iteration +\d+/ *\d+ \||^ (?:validation|test|evaluation) results at iteration |^saved checkpoint "),
+    (
+        "training",
+        rb"iteration +\d+/ *\d+ \||^ (?:validation|test|evaluation)[^ ]* results at iteration |^saved checkpoint ",
+    ),
 )
 _PHASE = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), pattern) for name, pattern in _PHASES), re.MULTILINE)
 _SUBMITTED = re.compile(rb"^Submitted batch job (\d+)$", re.MULTILINE)

@@ -75,6 +75,7 @@ _NOT_DRAWN = (
 )  # fmt: skip
 _KINDS = {"train": "training", "validation": "validation", "test": "test"}
 _PLOTTED_PREFIXES = ("train/", "validation/", "test/")  # metrics outside the groups are plotted under their names
+_SET_METRICS = ("lm_loss", "lm_loss_ppl", "lm_loss_char_lvl_ppl", "unigram_entropy", "entropy", "mean_token_accuracy")
 _LABELS = {
     "lm_loss": "", "model_flops_utilization": "MFU", "hardware_flops_utilization": "HFU",
     "lm_loss_ppl": "perplexity", "lm_loss_char_lvl_ppl": "perplexity of characters", "learning_rate": "learning rate",
@@ -185,7 +186,8 @@ def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
         if (members := next(matching, None)) is not None:
             members.append(name)
         elif name.startswith(_PLOTTED_PREFIXES):
-            ungrouped.setdefault(name.partition("/")[2], []).append(name)
+            stem = (name.rpartition("/") if _is_of_set(name) else name.partition("/"))[2]  # one plot for all sets
+            ungrouped.setdefault(stem, []).append(name)
     for stem, members in ungrouped.items():
         title = _LABELS.get(stem, _words(stem))
         grouped.append((Group(title[:1].upper() + title[1:], "", ()), members))
@@ -213,8 +215,16 @@ def _title(group: Group, names: Sequence[str], part: Sequence[str], one_per_plot
 def _label(name: str) -> str:
     """Returns the label of a metric in a legend, such as `validation perplexity`; "training" is omitted."""
     kind, _, stem = name.partition("/")
+    if _is_of_set(name):
+        named_set, stem = stem.split("/")
+        return f"{_KINDS[kind]} {named_set} {_LABELS.get(stem, _words(stem))}".strip()
     stem = _LABELS.get(stem, _words(stem))
     return f"{_KINDS[kind]} {stem}".strip() if kind in ("validation", "test") or not stem else stem
+
+
+def _is_of_set(name: str) -> bool:
+    """Returns whether a metric is of a named validation set (`valid_sets`)."""
+    return fnmatchcase(name, "validation/*/*") and name.rpartition("/")[2] in _SET_METRICS
 
 
 def _kind(name: str) -> int:

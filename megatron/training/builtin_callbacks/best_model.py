@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.huggingface import recover
-from megatron.data import SampleSet
+from megatron.data import Datasets
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.best_metric import Mode, best_metric
@@ -51,7 +51,7 @@ def read_best(folder: Path) -> BestRecord | None:
         raise CheckpointError(f"{file} cannot be read ({problem}); delete the folder {folder}") from problem
 
 
-def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) -> None:
+def check_best(args: NeoXArgs, objective: Objective, datasets: Datasets) -> None:
     """Raises ConfigError if `save_best` names a metric `validation/...` that this run does not have, or if
     there is no validation data. Metrics of `eval_tasks` are not checked here."""
     if args.save_best is None:
@@ -61,7 +61,7 @@ def check_best(args: NeoXArgs, objective: Objective, valid: SampleSet | None) ->
         valid_metrics = validation_metrics(args, objective)
         if metric not in valid_metrics:
             raise args.error("save_best", f"{metric}: this run has no such metric; it has {', '.join(valid_metrics)}")
-        if valid is None:
+        if datasets.valid is None and not datasets.valid_sets:
             raise args.error("save_best", f"{metric}: this run has no validation data; set some, or remove save_best")
 
 

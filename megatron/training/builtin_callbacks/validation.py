@@ -1,75 +1,120 @@
 """Computes and logs validation and test loss within a run."""
 
+import functools
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import SampleSet, trains_preferences
+from megatron.neox_arguments.frozen import FrozenDict
 from megatron.process import StopRequested, stop_reason
 from megatron.process.terminal import for_log_file, for_terminal, terminal_log
 from megatron.training.builtin_callbacks.saving import SaveCallback
-from megatron.training.evaluation import evaluate, evaluate_objective
+from megatron.training.evaluation import ValidationResult, ValidationSums, evaluate, evaluate_objective
 from megatron.training.run import Training
 
+Result = TypeVar("Result")
 _SHORT = {"lm_loss": "loss", "lm_loss_ppl": "perplexity"}
 
 
 def validate(training: Training, set_name: str, iteration: int, row: dict[str, float | int]) -> None:
-    """Compute the loss on the validation ("valid") or test ("test") set, and write it to the log and into
+    """Compute the loss on the validation ("valid") or test ("test") sets, and write it to the log and into
     `row`.
 
-    Does nothing without such a set, or with `eval_iters: 0`.
+    Named sets (`valid_sets`) are logged as `validation/NAME/...`. If there is no other validation set, the
+    values of `validation/...` are those of all their tokens together. Does nothing without any such set, or
+    with `eval_iters: 0`.
     """
-    dataset = {"valid": training.datasets.valid, "test": training.datasets.test}[set_name]
-    if dataset is None or training.args.eval_iters == 0:
+    sets = training.datasets
+    name, dataset = ("validation", sets.valid) if set_name == "valid" else ("test", sets.test)
+    named_sets = sets.valid_sets if set_name == "valid" else {}
+    if not (dataset or named_sets) or training.args.eval_iters == 0:
         return
-    name = "validation" if set_name == "valid" else "test"
+    results, sums = {}, []
+    if dataset is not None:
+        results[name] = _run(training, name, lambda: _results(training, dataset, name))
+    for key, named_set in named_sets.items():
+        title = f"{name}/{key}"
+        sums.append(_run(training, title, lambda: _sums(training, named_set, title)))  # noqa: B023 - called at once
+        results[title] = _values(sums[-1].result())
+    if dataset is None:
+        results[name] = _values(functools.reduce(operator.add, sums).result())
+    for title, values in results.items():
+        row.update({f"{title}/{metric}": value for metric, value in values.items()})
+        _tell(training, title, iteration, values)
+
+
+def _run(training: Training, title: str, work: Callable[[], Result]) -> Result:
     bar = training.loop.bar
-    status = getattr(bar, "desc", "")  # a bar that is not shown has none
-    with training.watchdog.phase(f"computing the {name} loss"):
-        results = _results(training, dataset, name)
+    status = getattr(bar, "desc", "")  # a bar that is not shown_values has none
+    with training.watchdog.phase(f"computing the {title} loss"):
+        result = work()
     bar.set_description_str(status, refresh=False)
-    row.update({f"{name}/{metric}": value for metric, value in results.items()})
-    entropy = results.pop("unigram_entropy", None)
-    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in results.items())
-    line = f" {name} results at iteration {iteration} |{values} "
-    entropy_lines = [] if entropy is None else [f" unigram entropy of these {name} tokens: {entropy:.4f} nats"]
+    return result
+
+
+def _tell(training: Training, title: str, iteration: int, results: dict[str, float]) -> None:
+    shown_values = {metric: value for metric, value in results.items() if metric != "unigram_entropy"}
+    entropy = results.get("unigram_entropy")
+    values = "".join(f" {metric} value: {value:.6E} |" for metric, value in shown_values.items())
+    line = f" {title} results at iteration {iteration} |{values} "
+    entropy_lines = [] if entropy is None else [f" unigram entropy of these {title} tokens: {entropy:.4f} nats"]
     rule = "-" * (len(line) + 1)
     with training.loop.bar.external_write_mode():
         for text in (rule, line, rule, *entropy_lines):
             training.logger.info(for_log_file(text))
         if terminal_log():
-            short = ", ".join(f"{_SHORT.get(metric, metric)} {value:.4g}" for metric, value in results.items())
-            training.logger.info(for_terminal(f"{name} at step {iteration}: {short}"))
+            short = ", ".join(f"{_SHORT.get(metric, metric)} {value:.4g}" for metric, value in shown_values.items())
+            training.logger.info(for_terminal(f"{title} at step {iteration}: {short}"))
 
 
-def _results(training: Training, dataset: SampleSet, name: str) -> dict[str, float]:
+def _results(training: Training, dataset: SampleSet, title: str) -> dict[str, float]:
     """Returns the loss (`lm_loss`) and the other metrics of a dataset, by name. Shows the progress.
 
-    name: of the dataset, for people.
+    title: names the dataset for people.
     """
     args, engine, eod = training.args, training.engine, training.tokenizer.eod
     samples = args.eval_iters * args.train_batch_size
-    steps = -(-min(samples, len(dataset)) // args.train_batch_size)
-
-    def show(share: float, time_left: str) -> None:
-        training.loop.bar.set_description_str(f"{name} {share:.0%}, {time_left} left")
-
-    look = with_progress(training.loop.look_for_stop, steps, show)
     if trains_preferences(args):
-        loss, means = evaluate_objective(engine, dataset, samples, eod, look)
+        loss, means = evaluate_objective(engine, dataset, samples, eod, _look(training, dataset, title))
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
+    result = _sums(training, dataset, title).result()
+    validated = {}
+    if engine.objective.validated:
+        means = evaluate_objective(engine, dataset, samples, eod, _look(training, dataset, title))[1]
+        validated = {name: means[name] for name in engine.objective.validated}
+    return _values(result, validated)
+
+
+def _sums(training: Training, dataset: SampleSet, title: str) -> ValidationSums:
+    """Returns the sums of loss and metrics of a dataset of texts. Shows the progress."""
+    args, look = training.args, _look(training, dataset, title)
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
-    result = evaluate(engine, dataset, samples, eod, detokenize, look)
+    samples = args.eval_iters * args.train_batch_size
+    return evaluate(training.engine, dataset, samples, training.tokenizer.eod, detokenize, look)
+
+
+def _values(result: ValidationResult, validated: Mapping[str, float] = FrozenDict()) -> dict[str, float]:
+    """Returns the metrics of a validation by name. validated: those of the objective."""
     values = {"lm_loss": result.lm_loss, "lm_loss_ppl": result.perplexity, "unigram_entropy": result.unigram_entropy}
     if result.character_perplexity is not None:
         values["lm_loss_char_lvl_ppl"] = result.character_perplexity
-    if engine.objective.validated:
-        means = evaluate_objective(engine, dataset, samples, eod, look)[1]
-        values |= {name: means[name] for name in engine.objective.validated}
-    return {**values, **result.metrics}
+    return {**values, **validated, **result.metrics}
+
+
+def _look(training: Training, dataset: SampleSet, title: str) -> Callable[[], None]:
+    """Returns a function that looks for a stop signal and shows the progress of a validation."""
+    batch = training.args.train_batch_size
+    steps = -(-min(training.args.eval_iters * batch, len(dataset)) // batch)
+
+    def show(share: float, time_left: str) -> None:
+        training.loop.bar.set_description_str(f"{title} {share:.0%}, {time_left} left")
+
+    return with_progress(training.loop.look_for_stop, steps, show)
 
 
 def with_progress(
@@ -135,7 +180,7 @@ class ValidationCallback(Callback):
         end."""
         sets, args = self.training.datasets, self.training.args
         methods = {type(callback).on_validation_end for callback in self.callbacks}
-        return bool(args.eval_iters and (sets.valid or sets.test)) or not methods <= _NO_WORK
+        return bool(args.eval_iters and (sets.valid or sets.valid_sets or sets.test)) or not methods <= _NO_WORK
 
     def _validate(self, step: Step) -> None:
         validate(self.training, "valid", step.iteration, step.row)

@@ -226,7 +226,7 @@ def _changed_files(
             sides = [side.get(kind) if kind else side for side in (current, saved)]
             changes += _content(key, *sides)
         if current.get("weight") != saved.get("weight"):
-            weight_keys = (f"{name.split('_')[0]}_data_weights", *_WEIGHT_KEYS)
+            weight_keys = (f"{name.split('_')[0].split('/')[0]}_data_weights", *_WEIGHT_KEYS)
             key = responsible_key(weight_keys, args, saved_config)
             weights.append(ConfigChange(key, current.get("weight"), saved.get("weight")))
     return changes or weights
