@@ -4,7 +4,7 @@
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +52,8 @@ class StepResult:
     loss_scale: fp16's loss scale after the step; None in other precisions.
     finding: function that returns a description of the non-finite values that this rank saw. Call it only
         once the step is known to be skipped.
+    row_losses: on the last pipeline stage, the summed loss of each row of this rank's micro-batches, each
+        `[batch]`; empty if the objective does not keep them.
     """
 
     loss: Tensor
@@ -62,6 +64,7 @@ class StepResult:
     untrained: Tensor | bool = False
     loss_scale: Tensor | float | None = None
     finding: Callable[[], str | None] = lambda: None
+    row_losses: Sequence[Tensor] = ()
 
 
 @dataclass

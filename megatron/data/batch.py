@@ -120,6 +120,13 @@ class MethodBatch(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False)
+class RowSources(MethodBatch):
+    """The source of each row in next-token prediction (`log_loss_by_source`)."""
+
+    rows: Tensor  # [batch] int64, index in `train_sources`
+
+
+@dataclass(frozen=True, eq=False)
 class Batch(TensorRecord):
     """One micro-batch for the model: integer tensors of fixed shapes."""
 

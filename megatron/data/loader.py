@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.data.batch import Batch, collate_samples, rechunk
+from megatron.data.batch import Batch, RowSources, collate_samples, rechunk
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint
 from megatron.data.preferences.preference_dataset import PreferenceSample
@@ -26,6 +26,7 @@ from megatron.data.set_config import masked_token_ids, trains_preferences
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.methods import declaration_of
 from megatron.neox_arguments.values.losses import row_places
+from megatron.neox_arguments.values.sources import train_sources
 
 
 def rank_slice(start: int, count: int, rank: int, size: int) -> range:
@@ -92,6 +93,7 @@ class _MicroBatches(Dataset):
     collate: Callable[..., Batch]
     split_rows: bool = False
     take_part: Callable[[Batch], Batch] | None = None
+    source_of: Callable[[int], int] | None = None
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
         """Return the batch for `item`, a pair (sample numbers, length).
@@ -109,7 +111,25 @@ class _MicroBatches(Dataset):
             batch = rechunk(self.collate(rows, seed=seed), length)
         else:
             batch = self.collate(rows, length, seed=seed)
+        if self.source_of is not None:
+            sources = torch.tensor([self.source_of(index) for index in samples])
+            pieces = len(batch.tokens) // len(samples)
+            batch = replace(batch, method=RowSources(sources.repeat_interleave(pieces)))
         return batch if self.take_part is None else self.take_part(batch)
+
+
+def sources_of(dataset: SampleSet, args: NeoXArgs) -> Callable[[int], int] | None:
+    """Return a function that maps a sample of the training set to the index of its source in `train_sources`.
+
+    None without `log_loss_by_source`.
+    """
+    if not args.log_loss_by_source:
+        return None
+    names, paths = train_sources(args), args.train_data_paths
+    if paths is None or len(paths) == 1:
+        return lambda index: 0
+    numbers = [names.index(name) for name in train_sources(args, per_path=True)]
+    return lambda index: numbers[next(iter(dataset.pieces(index)))[0]]
 
 
 def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
@@ -181,7 +201,9 @@ def train_loader(
 
     slices = train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples, pieces)
     loader = DataLoader(
-        _MicroBatches(dataset, args.seed, collate or collation(args, eod), split_rows, take_part),
+        _MicroBatches(
+            dataset, args.seed, collate or collation(args, eod), split_rows, take_part, sources_of(dataset, args)
+        ),
         batch_size=None,  # a range of samples is one item, which becomes one Batch
         sampler=_with_lengths(slices, num_micro_batches, length),
         collate_fn=_as_is,

@@ -18,14 +18,13 @@ Functions and classes take their process groups as arguments; nothing here is gl
 """
 
 from megatron.mpu.context import ContextRank, exchange_columns, exchange_heads, gather_keys
-from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
+from megatron.mpu.cross_entropy import LossOfTokens, TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
 from megatron.mpu.gathered_keys import attend_in_parts
 from megatron.mpu.grouped import grouped_mm
 from megatron.mpu.groups import ParallelGroups, build_groups
 from megatron.mpu.head import (
     HeadInput,
-    LossOfTokens,
     OutputLayer,
     choose_tokens,
     scores_of,

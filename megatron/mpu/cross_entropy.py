@@ -8,6 +8,7 @@ bounds the memory for fp32 copies.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -380,3 +381,30 @@ def values_of(
 def chosen(values: Tensor, places: Tensor | None) -> Tensor:
     """Returns the rows of `values` at `places`; None: all of them."""
     return values if places is None else values.index_select(0, places)
+
+
+def sums_of_rows(losses: Tensor, places: Tensor | None, shape: torch.Size) -> Tensor:
+    """Returns the sum of each row's losses, `[batch]`.
+
+    losses: `[n]`, of the tokens at `places` in `shape`, `[seq, batch]`; None: of all tokens.
+    """
+    if places is not None:
+        losses = losses.new_zeros(shape.numel()).index_copy_(0, places, losses)
+    return losses.view(shape).sum(0)
+
+
+@dataclass(frozen=True)
+class LossOfTokens:
+    """A loss that is a sum over tokens of `loss` times the token's weight.
+
+    loss: computes a token's loss from log p(label).
+    z_loss: coefficient of logsumexp(logits)^2 of the same tokens; it changes the gradient, but not the loss
+        value.
+    statistics: also sum entropies and top-1 flags (whether the label is the likeliest token).
+    row_sums: also sum the losses of each row of the batch.
+    """
+
+    loss: TokenLoss
+    z_loss: float = 0.0
+    statistics: bool = False
+    row_sums: bool = False

@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.context import ContextRank
-from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPart, chosen, sums_of_ranks, values_of
+from megatron.mpu.cross_entropy import (
+    Kernels,
+    LossOfTokens,
+    TokenValues,
+    VocabPart,
+    chosen,
+    sums_of_ranks,
+    sums_of_rows,
+    values_of,
+)  # fmt: skip
 from megatron.mpu.mappings import gather_from_tensor, reduce_from_tensor
 from megatron.mpu.products import PlainProduct, Product
 
@@ -175,25 +184,10 @@ class HeadGradients:
 # -- sums of losses ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LossOfTokens:
-    """A loss that is a sum over tokens of `loss` times the token's weight.
-
-    loss: computes a token's loss from log p(label).
-    z_loss: coefficient of logsumexp(logits)^2 of the same tokens; it changes the gradient, but not the loss
-        value.
-    statistics: also sum entropies and top-1 flags (whether the label is the likeliest token).
-    """
-
-    loss: TokenLoss
-    z_loss: float = 0.0
-    statistics: bool = False
-
-
 class _LossSum(torch.autograd.Function):
-    """Computes the sum of the tokens' losses, and the sums of their statistics `[0 or 2]`.
+    """Computes the sum of the tokens' losses, the sums of their statistics `[0 or 2]`, and the losses.
 
-    The loss has gradients, which are computed in the forward pass.
+    The sum of losses has gradients, which are computed in the forward pass.
     """
 
     @staticmethod
@@ -207,7 +201,7 @@ class _LossSum(torch.autograd.Function):
         part: VocabPart,
         kind: LossOfTokens,
         gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = HeadGradients(layer, hidden, [gradient and is_needed for is_needed in ctx.needs_input_grad[:2]])
         local, rows = part.local(labels), []
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
@@ -220,13 +214,14 @@ class _LossSum(torch.autograd.Function):
             gradients.add(chunk, logits, slope, x, weight)
             del logits, slope  # frees their memory for the next chunk
         ctx.gradients = gradients
-        sums = torch.cat(rows, -1).sum(-1)
+        tokens = torch.cat(rows, -1)
+        sums, losses = tokens.sum(-1), tokens[0] if kind.row_sums else tokens[0, :0]
         loss, statistics = sums[0], sums[1:]
-        ctx.mark_non_differentiable(statistics)
-        return loss.clone(), statistics
+        ctx.mark_non_differentiable(statistics, losses)
+        return loss.clone(), statistics, losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
             raise RuntimeError("the gradients of the loss were freed by its one backward pass; run forward again")
         gradients, ctx.gradients = ctx.gradients, None
@@ -270,8 +265,8 @@ def token_loss_sum(
     """Returns the sum of the tokens' weighted losses, an fp32 scalar, and the sums of their statistics.
 
     Both are the same on every tensor rank. The statistics are entropy and top-1 flag, `[2]`, without
-    gradients; `[0]` unless `kind.statistics`. If autograd is on, gradients are computed in the forward pass,
-    so only one backward pass is possible.
+    gradients; `[0]` unless `kind.statistics`. With `kind.row_sums` the loss of each row follows, `[batch]`.
+    If autograd is on, gradients are computed in the forward pass, so only one backward pass is possible.
 
     labels: `[seq, batch]` int64 within the full vocabulary.
     weights: `[seq, batch]`.
@@ -283,17 +278,19 @@ def token_loss_sum(
         labels, weights = context.local(labels), context.local_weights(weights)
         places = None if places is None else context.loss_places
 
-    def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor, Tensor]:
         part = VocabPart.for_rank(layer.weight.shape[0], group, columns)
         flat = hidden.flatten(0, -2), labels.reshape(-1), weights.reshape(-1).float()
         x, chosen_labels, chosen_weights = (chosen(values, places) for values in flat)
         return _LossSum.apply(x, layer.weight, layer, chosen_labels, chosen_weights, part, kind, gradient)
 
-    loss, statistics = head.use(use)
-    if context is None:
-        return loss, statistics
-    sums = context.total(torch.cat([loss.view(1), statistics]))
-    return sums[0], sums[1:].detach()
+    loss, statistics, losses = head.use(use)
+    rows = sums_of_rows(losses, places, labels.shape) if kind.row_sums else None
+    if context is not None:
+        sums = context.total(torch.cat([loss.view(1), statistics]))
+        loss, statistics = sums[0], sums[1:].detach()
+        rows = rows if rows is None else context.total(rows)  # apart, so that the sum above keeps its bits
+    return loss, statistics if rows is None else torch.cat([statistics, rows])
 
 
 def _local_places(head: HeadInput, places: Tensor) -> tuple[Tensor, Tensor]:

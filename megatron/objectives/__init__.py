@@ -7,5 +7,5 @@ total weight and runs reference models.
 """
 
 from megatron.objectives.language_modelling import LANGUAGE_MODELLING, language_modelling
-from megatron.objectives.objective import HeadUse, Objective
+from megatron.objectives.objective import ROW_LOSSES, HeadUse, Objective
 from megatron.objectives.preference import label_logprobs, response_scores, response_sums

@@ -13,6 +13,8 @@ from megatron.mpu import HeadInput
 
 # (the k parts of a loss, fp32 `[k]`; the metrics by name, each a sum and its divisor, fp32 `[2]`)
 LossSums = tuple[Tensor, dict[str, Tensor]]
+ROW_LOSSES = "row_losses"
+"""The name among the metrics of `loss_sum` for the summed loss of each row, fp32 `[batch]`."""
 # Maps batches to the summed log-probability of each of their responses, `[n]` per batch, under the current
 # model, without gradients. All ranks call it together.
 ScoreFunction = Callable[[list[Batch]], list[Tensor]]
@@ -53,6 +55,7 @@ class Objective:
     with_reference: for losses that compare the model with a reference model, else None. It returns
         micro-batches on this rank's device, with the reference's values that the loss reads.
     validated: names of metrics that validation reports besides those of language modelling.
+    keeps_rows: whether `loss_sum` also returns `ROW_LOSSES`.
     """
 
     weight: Callable[[Batch], Tensor]
@@ -63,6 +66,7 @@ class Objective:
     maxima: tuple[str, ...] = ()
     with_reference: Callable[[list[Batch], Reference], list[Batch]] | None = None
     validated: tuple[str, ...] = ()
+    keeps_rows: bool = False
 
     def add_metrics(self, total: Tensor, values: Mapping[str, Tensor]) -> None:
         """Adds one batch's metrics to `total` in place.

@@ -19,7 +19,7 @@ from megatron.model.pipeline_forward import Read, Shape
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import loss_temperature
-from megatron.objectives import Objective, label_logprobs, response_sums
+from megatron.objectives import ROW_LOSSES, Objective, label_logprobs, response_sums
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 
 HostCopy = Callable[[Tensor], Tensor]
@@ -36,6 +36,7 @@ class StepLoss:
     It also reports each loss to `watch`, which looks for NaN and Inf.
     metrics: `[metrics, 2]`, sum and count of each of the objective's metrics over the step's micro-batches.
     maxima: the largest value of each metric in `objective.maxima`.
+    rows: the summed loss of each row, `[batch]` for each micro-batch, if the objective returns it.
     """
 
     def __init__(self, objective: Objective, groups: ParallelGroups, watch: GradientWatch) -> None:
@@ -43,6 +44,7 @@ class StepLoss:
         self.scale = torch.ones((), device=groups.device)
         self.metrics = torch.zeros(len(objective.metrics), 2, device=groups.device)
         self.maxima = torch.zeros(len(objective.maxima), device=groups.device)
+        self.rows: list[Tensor] = []
 
     def begin(self, scale: Tensor) -> None:
         """Begin a step: set its metrics to zero. scale: `[k]`, a factor for each part of the objective's
@@ -50,12 +52,15 @@ class StepLoss:
         self.scale = scale
         self.metrics.zero_()
         self.maxima.zero_()
+        self.rows = []
 
     def scaled_loss(self, head: HeadInput, batch: Batch) -> Tensor:
         """Returns the scaled loss of one micro-batch, an fp32 scalar with its autograd graph."""
         parts, metrics = self.objective.loss_sum(head, batch, self.group)
         self.objective.add_metrics(self.metrics, metrics)
         self.objective.note_maxima(self.maxima, metrics)
+        if self.objective.keeps_rows:
+            self.rows.append(metrics[ROW_LOSSES].detach())
         return (parts * self.scale).sum() * self.watch.note_loss(parts.sum())
 
 

@@ -42,6 +42,17 @@ class LoggingKeys:
     log_param_norm: bool = key(False, "Log the norm of each parameter")
     log_grad_pct_zeros: bool = key(False, "Log the share of zeros in each parameter's gradient")
     log_optimizer_states: bool = key(False, "Log the norms of the optimizer's states")
+    log_loss_by_source: bool = new_key(
+        False,
+        "Log the loss of each of train_data_paths, and its share of the trained tokens: train/loss_by_source/NAME, "
+        "train/share_by_source/NAME",
+    )
+    log_spikes_above_sigma: float | None = new_key(
+        None,
+        "Report steps whose loss or gradient norm lies this many standard deviations above the recent ones, with "
+        "their documents and text, in spikes.jsonl",
+        gt=0,
+    )
     log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale (McCandlish et al. 2018)")
     gradient_noise_scale_n_batches: int = key(5, "Steps per estimate of the gradient noise scale", ge=2)
     gradient_noise_scale_cpu_offload: bool = key(False, "Keep the buffers of the gradient noise scale in host memory")

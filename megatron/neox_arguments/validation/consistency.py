@@ -4,7 +4,7 @@ import re
 
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.methods import check_methods, declaration_of, further_sets
+from megatron.neox_arguments.methods import check_methods, declaration_of, further_sets, method_name
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
 from megatron.neox_arguments.validation.hub import validate_hub
@@ -244,6 +244,11 @@ def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
             "log_optimizer_states", f"norms of 8-bit states cannot be logged (use_bnb_optimizer: "
             f"{args.origin('use_bnb_optimizer')}); remove one of them",
         )  # fmt: skip
+    for key in ("log_loss_by_source", "log_spikes_above_sigma"):
+        if getattr(args, key) and method_name(args) != "language_modelling":
+            problems.add(key, f"is for next-token prediction alone, not {method_name(args)}; remove it")
+    if args.log_spikes_above_sigma is not None and args.log_dir is None and args.save is None:
+        problems.add("log_spikes_above_sigma", "writes spikes.jsonl into log_dir; set log_dir or save")
 
 
 def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:

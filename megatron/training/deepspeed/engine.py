@@ -167,7 +167,7 @@ class DeepSpeedEngine(Engine):
         self._end_step(left_out)
         finding = self.watch.end(skipped, untrained)
         return StepResult(
-            loss, norm, skipped, spike, self._mean_metrics(), untrained, self._loss_scale, finding
+            loss, norm, skipped, spike, self._mean_metrics(), untrained, self._loss_scale, finding, self._loss.rows
         )  # fmt: skip
 
     def _count_micro_batches(self, number: int) -> None:

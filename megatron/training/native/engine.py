@@ -109,7 +109,8 @@ class NativeEngine(Engine):
         finding = self.watch.end(skipped, untrained)
         norm = torch.where(untrained, 0.0, norm)
         new_scale = None if self._scaler is None else self._scaler.scale.clone()
-        return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, new_scale, finding)
+        metrics, rows = self._mean_metrics(), self._loss.rows
+        return StepResult(loss, norm, skipped, spike, metrics, untrained, new_scale, finding, rows)
 
     def _begin_gradients(self, gradient_pass: GradientPass) -> None:
         self.shards.begin_gradients(gradient_pass)
