@@ -19,6 +19,8 @@ LOAD_FILE = "router_load.jsonl"
 """The file has a line for each logged step: `iteration`, `run_id`, `layers` (NeoX indices) and `load`.
 
 `load` holds, for each layer, the number of tokens of each expert divided by the mean over the experts."""
+SPIKES_FILE = "spikes.jsonl"
+"""The file has a line for each step that `log_spikes_above_sigma` reports."""
 ROLLOUTS_FILE = "rollouts.jsonl"
 """The file has a line for each answer that the model generates in training with rewards."""
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")

@@ -146,6 +146,7 @@ class SpikeGuard:
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
         self.skips = False
+        self.mean, self.deviation = math.nan, math.nan  # of the losses with which the last one was compared
         self._losses: deque[float] = deque(maxlen=self.WINDOW)
 
     def state(self) -> list[float]:
@@ -160,10 +161,15 @@ class SpikeGuard:
         """Set `skips` to whether this loss is a spike. If it is finite and no spike, record it."""
         limit = math.inf
         if len(self._losses) >= self.MIN_LOSSES:
-            limit = statistics.fmean(self._losses) + self.sigma * statistics.pstdev(self._losses)
+            self.mean, self.deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+            limit = self.mean + self.sigma * self.deviation
         self.skips = loss > limit
         if not self.skips and math.isfinite(loss):
-            self._losses.append(loss)
+            self.accept(loss)
+
+    def accept(self, loss: float) -> None:
+        """Record a finite loss, with which later ones are compared."""
+        self._losses.append(loss)
 
 
 def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from megatron.callbacks import Step
 from megatron.model.norms import LayerNorm
-from megatron.training.builtin_callbacks.gradient_probes import build_probes
+from megatron.training.builtin_callbacks.gradient_probes import build_probes, joined
 from megatron.training.builtin_callbacks.log import LogCallback
+from megatron.training.builtin_callbacks.spikes import build_spike_reports
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.step_results import StepResults
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
-from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config
+from tests.training.runs import BASE, GOLDEN, NEOX, TABLE, begin, cells, config
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
 # (end of file name, functions): DeepSpeed's checks within the optimizer step, torch's counter of Adam's.
@@ -91,7 +93,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list
     """For the pool: two free steps, then four without waiting; reads, each a step late, and probes."""
     training = begin(values)
     batches, progress, (probes, gradients) = batches_of(training), training.progress, build_probes(training)
-    log, results = LogCallback(training, probes=probes), StepResults(training)
+    log, results, spikes = LogCallback(training, probes=probes), StepResults(training), build_spike_reports(training)
     reads: list[str] = []
     step_count, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 
@@ -108,12 +110,14 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list
     def take_step() -> None:
         step_count[0] += 1
         step = next(batches)
-        show = gradients.on_step_start(training, step)
+        hooks = [callback.on_step_start(training, step) for callback in (gradients, *spikes)]
+        show = joined([hook for hook in hooks if hook is not None])
         result = training.engine.train_step(step, training.schedule(progress.iteration), show)
         results.settle()
         results.begin(result)
         progress.iteration += 1
-        log.on_step_end(training, Step(progress.iteration, 8 * progress.iteration, 32, result))
+        for callback in (log, *spikes):
+            callback.on_step_end(training, Step(progress.iteration, 8 * progress.iteration, 32, result))
 
     take_step()
     take_step()
@@ -136,6 +140,17 @@ def test_steps_do_not_wait(name: str) -> None:
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)
     assert run_ranks(steps, ranks, {**values, "log_interval": 100}) == [(4, [])] * ranks
     assert run_ranks(steps, ranks, {**values, "log_interval": 1}) == [(8, [])] * ranks
+
+
+@pytest.mark.parametrize("name", cells(["dp2"], ["tp2 sp", "pp2", "zero2"]))
+def test_losses_by_source_and_spikes_do_not_wait(name: str, tmp_path: Path) -> None:
+    """Each step's values are read when the next has begun, beside its other results."""
+    ranks, layout = LAYOUTS[name]
+    values = config(
+        NEOX, layout, data_path=None, train_data_paths=[BASE["data_path"], _OTHER_CORPUS], log_interval=100,
+        train_micro_batch_size_per_gpu=2, log_loss_by_source=True, log_spikes_above_sigma=6.0, log_dir=str(tmp_path),
+    )  # fmt: skip
+    assert run_ranks(steps, ranks, values) == [(8, [])] * ranks
 
 
 def waiting_model(rank: int, world_size: int, values: dict[str, Any]) -> None:

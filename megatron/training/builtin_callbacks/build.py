@@ -31,6 +31,7 @@ from megatron.training.builtin_callbacks.profiling import StepProfiler
 from megatron.training.builtin_callbacks.replica_check import ReplicaCheck
 from megatron.training.builtin_callbacks.router_load import build_router_load
 from megatron.training.builtin_callbacks.saving import SaveCallback
+from megatron.training.builtin_callbacks.spikes import build_spike_reports
 from megatron.training.builtin_callbacks.stopping import StopCallback
 from megatron.training.builtin_callbacks.trackers import Trackers
 from megatron.training.builtin_callbacks.validation import ValidationCallback
@@ -111,10 +112,13 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         for comparison in comparisons:
             comparison.on_settled(step)
 
+    spikes = build_spike_reports(training)
     log = LogCallback(training, [*probes, packing], on_settled)
 
     def settle() -> None:
         results.settle()
+        for report in spikes:
+            report.settle()
         log.settle()
 
     loop.settle = settle
@@ -125,6 +129,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         gradients,  # passes gradients to probes
         *([CompiledGraphs()] if args.compile else []),
         log,  # collects the step's values, which are read when the next step has begun
+        *spikes,  # judges the step before
         *router_load,  # does the same with the load of experts
         *([ReplicaCheck(training)] if args.replica_check_interval else []),  # ends the run if copies differ
         *([] if args.allow_changed_data else [DataFilesCheck(training)]),  # before saves
