@@ -76,6 +76,16 @@ TABLE = """
    2 train_data_paths 1]
 - [{<<: *paths, valid_reward_data_paths: [r]}, {pack_impl: unpacked}, valid_reward_data_paths,
    pack_impl unpacked packed]
+- [{<<: *paths, valid_sets: {a/b: x}}, {valid_sets: {ab: x}}, valid_sets, a/b letters]
+- [{<<: *paths, valid_sets: {web: []}}, {valid_sets: {web: [x]}}, valid_sets.web, prefix]
+- [{<<: *paths, valid_sets: {web: x}, eval_iters: 0}, {eval_iters: 1}, valid_sets, eval_iters 0]
+- [{<<: *pairs, pack_impl: unpacked, valid_sets: {web: x}}, {valid_sets: null}, valid_sets, train_impl dpo]
+- [{<<: *paths, valid_set_labels: {web: l}}, {valid_sets: {web: x}}, valid_set_labels, valid_sets]
+- [{<<: *paths, valid_sets: {web: [x, y]}, valid_set_labels: {web: l}}, {valid_set_labels: {web: [l, m]}},
+   valid_set_labels.web, 2 valid_sets 1]
+- [{<<: *paths, log_spikes_above_sigma: 6}, {log_dir: d}, log_spikes_above_sigma, log_dir save]
+- [{<<: *pairs, pack_impl: unpacked, log_loss_by_source: true}, {log_loss_by_source: false}, log_loss_by_source,
+   next-token preferences]
 - [{drop_last: true, pack_impl: best_fit}, {pack_impl: null}, drop_last, pack_impl best_fit]
 - [{compat_group_texts_batch: 1000}, {drop_last: true}, compat_group_texts_batch, drop_last]
 - [{compat_pack_impl: true, pack_impl: best_fit}, {pack_impl: unpacked}, compat_pack_impl,
