@@ -104,6 +104,14 @@ def test_keys_that_differ_and_those_that_do_not_count(tmp_path: Path, capsys: py
     assert {"load", "finetune"} <= compared(capsys, base, other_weights)["differing_keys"]["values"].keys()
 
 
+def test_long_values_are_shown_where_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [f"corpus/part{i}_text_document" for i in range(9)]
+    runs = [make_run(tmp_path / name, data_path=None, train_data_paths=[*paths, f"corpus/{name}"]) for name in "ab"]
+    output = compare(capsys, *runs)[1]
+    (line,) = (line for line in output.splitlines() if "train_data_paths" in line)
+    assert len(line) < 160 and '"corpus/a"]' in line and '"corpus/b"]' in line
+
+
 def test_values_at_common_points_are_logged_or_between_two_logged_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
 """Shows a comparison as sections of tables, for text and page alike, and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from os.path import commonprefix
 from typing import Any
 
 from megatron.experiments.comparison.comparison import Comparison
@@ -71,7 +72,7 @@ def _key_items(comparison: Comparison) -> Iterator[str | Table]:
         yield "not compared: the configuration of a run is missing"
         return
     if difference.values:
-        rows = [(key, *(_short(value) for value in values)) for key, values in difference.values.items()]
+        rows = [(key, *_short(values)) for key, values in difference.values.items()]
         yield Table(("key", *_names(comparison)), rows)
     else:
         yield "no key that changes the training differs"
@@ -185,8 +186,15 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+def _short(values: Sequence[str]) -> list[str]:
+    """Returns texts of at most _LONGEST characters. Of longer texts, it shows the part around the first
+    difference."""
+    start = max(0, len(commonprefix(list(values))) - _LONGEST // 3)
+    texts = []
+    for value in values:
+        shown_part = value if len(value) <= _LONGEST or not start else f"... {value[start:]}"
+        texts.append(shown_part if len(shown_part) <= _LONGEST else f"{shown_part[: _LONGEST - 4]} ...")
+    return texts
 
 
 def _text(value: object) -> str | None:
