@@ -243,9 +243,9 @@ def test_the_parent_decides(base: Path, tmp_path: Path) -> None:
         imported.args.finetune
         and "weights alone, from iteration 0: the checkpoint has no position" in imported.lines[1]
     )
-    without = edited(base, tmp_path / "without", optimizer=False)
+    stateless = edited(base, tmp_path / "without", optimizer=False)
     with pytest.raises(UserError, match="holds no optimizer state; set no_load_optim"):
-        branch(f"{without}@4", tmp_path / "x", **DECAY)
+        branch(f"{stateless}@4", tmp_path / "x", **DECAY)
     assert not (tmp_path / "x").exists()
 
 
@@ -306,7 +306,7 @@ def test_the_command_line(base: Path, tmp_path: Path) -> None:
     assert "RUN@STEP" in command()[2]
 
 
-def test_passwords_are_for_the_user_alone(base: Path, tmp_path: Path) -> None:
+def test_passwords_stay_private(base: Path, tmp_path: Path) -> None:
     words = ["--set", f"save={tmp_path / 'x'}", "train_iters=9", "wandb_host=https://me:secret@host", "--prepare-only"]
     code, output, _ = command(f"{base}@4", *words)
     config_file = tmp_path / "x" / "branch.yml"

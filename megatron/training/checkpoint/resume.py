@@ -270,7 +270,7 @@ class CheckpointLoader:
         args = self.args
         if not goes_on:
             self._check_parent(path)
-        loads_optimizer = self._loads("no_load_optim", goes_on)
+        loads_optimizer = not self._leaves_out(args.no_load_optim, goes_on)
         checkpoint = self._verified(path, optimizer=loads_optimizer)
         manifest = checkpoint.manifest
         self._check_run(path, manifest, goes_on)
@@ -301,7 +301,7 @@ class CheckpointLoader:
                 name = zero_file(self.groups.rank("data_context"), self.run.model_rank, args.params_dtype == "bf16")
                 run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint, name))
         self._check_forward(checkpoint)
-        if self._loads("no_load_rng", goes_on):
+        if not self._leaves_out(args.no_load_rng, goes_on):
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
         consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
         consumed = 0 if restarts_data(args, goes_on) else consumed
@@ -350,14 +350,13 @@ class CheckpointLoader:
             place = f"step {parent['iteration']} of {parent['run']}"
             self.logger.info(f"branch of {place}, manifest {parent['digest'][:12]}; data {parent['data']}")
 
-    def _loads(self, key: str, goes_on: bool) -> bool:
-        """Returns whether to load the state that `key` (no_load_optim, no_load_rng) leaves out.
+    def _leaves_out(self, setting: bool, goes_on: bool) -> bool:
+        """Returns whether to leave a part of the state out, which no_load_optim or no_load_rng asks for.
 
-        The keys have no effect on a branch that resumes from its own checkpoints.
+        A branch that resumes from its own checkpoints leaves nothing out.
         """
-        if goes_on and self.args.branched_from is not None and not self.args.compat_no_save_optim:
-            return True
-        return not getattr(self.args, key)
+        resumes_branch = goes_on and self.args.branched_from is not None and not self.args.compat_no_save_optim
+        return setting and not resumes_branch
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
         """Returns whether the checkpoint has an optimizer's state to load.
