@@ -66,7 +66,7 @@ def _run(folder: Path) -> None:
         str(folder / word) if word == "hosts" else word for word in json.loads((folder / f"{script}.json").read_bytes())
     ]
     if script == "deepy":
-        if words[:1] and words[0] in deepy.__dict__.get("DEEPY", ("doctor", "pipeline", "plan", "finetune", "chat")):
+        if words[:1] and words[0] in deepy.__dict__.get("DEEPY", ("doctor", "pipeline", "plan", "finetune", "chat", "branch")):
             words = words[1:]
         command(deepy.main, *words, "--dry-run")
     elif script == "train":
