@@ -91,7 +91,12 @@ class PackedDataset:
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document, first token, number of tokens) for each document, or part of a document, in
         sample `index`."""
-        row = int(self.maps.shuffle_idx[index])
+        for _, document, offset, count in self.row_pieces(int(self.maps.shuffle_idx[index])):
+            yield document, offset, count
+
+    def row_pieces(self, row: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (index into `doc_idx`, document, first token, number of tokens) of each part of a row, before
+        rows are shuffled."""
         (place, offset), (last_place, last_offset) = self.maps.sample_idx[row : row + 2].tolist()
         places_left = self.packing.width(self.seq_length)
         documents = self.maps.doc_idx[place : last_place + 1].tolist()
@@ -101,7 +106,7 @@ class PackedDataset:
                 end = min(end, last_offset + self.packing.overlap)
             count = min(end - offset, places_left)
             if count > 0:
-                yield document, offset, count
+                yield position, document, offset, count
                 places_left -= count
             offset = 0
 

@@ -269,6 +269,28 @@ class Engine(RunEngine, Protocol):
         logprobs = self.step_logprobs(batches)
         return [response_sums(v, b.to(v.device)) for v, b in zip(logprobs, batches, strict=True)]
 
+    def step_losses(self, batches: list[Batch]) -> list[Tensor]:
+        """Returns what a training step on these micro-batches would compute, without gradients or an update.
+
+        For each micro-batch `[1 + batch * seq]` fp32: its part of the step's loss, then log p(label) of each
+        token. Parts are multiplied by `loss_factor`. Dropout is the step's. All ranks call it together.
+        """
+        batches = self.complete(batches)
+        weight = self._begin_losses(batches)
+        self._loss.begin(self.loss_factor(len(batches)) / weight.clamp(min=1.0))
+        self._stage.train()
+        self._begin_balance(batches, 1.0 / len(batches))
+
+        def read(head: HeadInput, batch: Batch) -> Tensor:
+            loss, logprobs = self._loss.scaled_loss(head, batch), self._label_logprobs(head, batch)
+            return torch.cat([loss.view(1), logprobs.float().flatten()])
+
+        return self._forward(batches, read, lambda batch: (1 + batch.tokens.numel(),))
+
+    def loss_factor(self, micro_batches: int) -> int:
+        """Returns the factor of each micro-batch's loss that undoes the means of the engine's library."""
+        return 1
+
     def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """Returns log p(label) `[batch, seq]` fp32 of each micro-batch, computed by compiled blocks if
         training uses them. The batches must have the shapes of a training step."""

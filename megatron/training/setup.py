@@ -209,7 +209,7 @@ def _with_kernels_and_vocabulary(
     return args
 
 
-def _with_length(
+def with_length(
     model_args: NeoXArgs, method: Method, groups: ParallelGroups, data_state: DataState, say: Callable[[str], None]
 ) -> NeoXArgs:
     """Returns the configuration with `train_iters` set to the number of optimizer steps of the run.
@@ -230,10 +230,16 @@ def _with_length(
     return args if steps == args.train_iters else _with_iterations(args, steps, "train_iters")
 
 
-def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: type[Engine] | None = None) -> Training:
+def start(
+    configuration: NeoXArgs | MutableNeoXArgs,
+    process: Process,
+    engine: type[Engine] | None = None,
+    laid_out: DataState | None = None,
+) -> Training:
     """Returns a run that is ready for its first step. Every rank calls it.
 
     engine: the engine's class; None: `choose_engine` chooses it.
+    laid_out: the position in the data for which sets are built; None: that of the checkpoint it resumes.
 
     The configuration is resolved in this order: `user_args`, as the user wrote it, for this number of ranks;
     `model_args`, with kernels and vocabulary; `run_args`, with the number of steps; `args`, with the FP8
@@ -274,10 +280,10 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         user_args, method, tokenizer, source, manifest, groups, engine.name, logger.info
     )
     watchdog.now("reading the data")
-    data_state = begun_of(manifest, method, restarts_data(user_args, source.goes_on))
+    data_state = laid_out or begun_of(manifest, method, restarts_data(user_args, source.goes_on))
     epochs = model_args.train_epochs
     on_writers = _on_writers(model_args, groups, process)
-    run_args = _with_length(model_args, method, groups, data_state, logger.info)
+    run_args = with_length(model_args, method, groups, data_state, logger.info)
     _log_configuration(run_args, tokenizer, logger)
     for line in on_rank_zero(groups, lambda: data_log_lines(run_args)):
         logger.info(line)

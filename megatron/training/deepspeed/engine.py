@@ -140,7 +140,7 @@ class DeepSpeedEngine(Engine):
         weight = self._begin_losses(batches)
         scaler_before = {} if self._scaler is None else dict(vars(self._scaler))
         # DeepSpeed averages over micro-batches and data ranks. Undo both, and divide by the step's weight.
-        scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
+        scale = self.loss_factor(len(batches)) / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         self._loss.begin(scale)
         # DeepSpeed averages the gradients of balancing losses over data ranks too. It applies the mean over
@@ -169,6 +169,9 @@ class DeepSpeedEngine(Engine):
         return StepResult(
             loss, norm, skipped, spike, self._mean_metrics(), untrained, self._loss_scale, finding, self._loss.rows
         )  # fmt: skip
+
+    def loss_factor(self, micro_batches: int) -> int:
+        return micro_batches * self.groups.size("data")
 
     def _count_micro_batches(self, number: int) -> None:
         """Tell DeepSpeed how many micro-batches this step has, which may differ from step to step."""
