@@ -9,9 +9,10 @@ from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.experiments.run import Run
     from megatron.neox_arguments import MutableNeoXArgs as NeoXArgs
 
-    __all__ = ["NeoXArgs"]
+    __all__ = ["NeoXArgs", "Run"]
 
 # Megatron-Core, installed elsewhere, has this name too: `import megatron.core` finds it behind our own rooms.
 _elsewhere: list[str] = extend_path([], __name__)
@@ -19,9 +20,13 @@ __path__ += [folder for folder in _elsewhere if folder not in __path__ and isdir
 
 
 def __getattr__(name: str) -> Any:
-    """`from megatron import NeoXArgs` as in GPT-NeoX's programs, read only when it is asked for."""
+    """`from megatron import NeoXArgs`, as in GPT-NeoX's programs, or `Run`, read only when asked for."""
     if name == "NeoXArgs":
         from megatron.neox_arguments import MutableNeoXArgs
 
         return MutableNeoXArgs
+    if name == "Run":
+        from megatron.experiments.run import Run
+
+        return Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
