@@ -9,16 +9,16 @@ class Piece(NamedTuple):
     """A part of a document in a sample.
 
     source: index of the dataset among those that are blended; 0 for a single one. file: of the document's
-      tokens. document: its number in the file. first_token: the document's first token in the sample. start,
-      stop: its places in the sample's tokens.
+      tokens. document: its number in the file, which is the number of its sequence in the index file.
+    offset: the first of its tokens in the sample. place: where it begins in the sample. count: of its tokens.
     """
 
     source: int
     file: Path
     document: int
-    first_token: int
-    start: int
-    stop: int
+    offset: int
+    place: int
+    count: int
 
 
 def pieces_of(dataset: Any, index: int) -> Iterator[Piece]:
@@ -26,9 +26,9 @@ def pieces_of(dataset: Any, index: int) -> Iterator[Piece]:
     blend = dataset
     while hasattr(blend, "dataset"):  # a wrapper
         blend = blend.dataset
-    members, filled = getattr(blend, "members", (blend,)), 0
+    members, place = getattr(blend, "members", (blend,)), 0
     for piece in dataset.pieces(index):
-        *member, document, first_token, count = piece
+        *member, document, offset, count = piece
         source = member[0] if member else 0
-        yield Piece(source, members[source].indexed.data_file, document, first_token, filled, filled + count)
-        filled += count
+        yield Piece(source, members[source].indexed.data_file, document, offset, place, count)
+        place += count

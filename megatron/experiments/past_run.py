@@ -142,6 +142,8 @@ class PastRun:
         args, key = self.args_at(min(self.checkpoints)), "train/lm_loss"
         if args.load is None or args.finetune or is_hf(args.load):
             return 0
+        if args.branched_from is not None:
+            return int(args.branched_from["iteration"])
         if Path(args.load_dir or "").resolve() == Path(args.save_dir or "").resolve():
             return 0
         logged = next((row["iteration"] for row in self.metrics if key in row), min(self.checkpoints))

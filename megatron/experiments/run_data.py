@@ -24,6 +24,7 @@ from megatron.data import (
 from megatron.data.blending import BlendedDataset, RepeatedDataset
 from megatron.data.loader import train_slices
 from megatron.data.packed_dataset import PackedDataset
+from megatron.data.provenance import Piece, pieces_of
 from megatron.data.run_datasets import WrappedSet
 from megatron.data.text_sets import text_samples_per_epoch
 from megatron.experiments.errors import ExperimentError
@@ -42,21 +43,6 @@ ONE_RANK: Mapping[str, Any] = {
     "sequence_parallel": False,
 }  # fmt: skip
 """The keys of a layout in which each rank has the whole model."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a document in a row.
-
-    source: index in `RunData.sources`. document: number of the sequence in the source's index file.
-    offset: its first token there. place: where it begins in the row. count: of its tokens.
-    """
-
-    source: int
-    document: int
-    offset: int
-    place: int
-    count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +83,10 @@ class RunData:
 
     def pieces(self, sample: int, length: int | None = None) -> Iterator[Piece]:
         """Yields the parts of documents in a sample. length: of the row, if a curriculum truncates it."""
-        place, end = 0, (self.args.seq_length if length is None else length) + 1
-        for piece in self.dataset.pieces(sample):
-            source, (document, offset, count) = (piece[0], piece[1:]) if len(self.members) > 1 else (0, piece)
-            if place < end:
-                yield Piece(source, document, offset, place, min(count, end - place))
-            place += count
+        end = (self.args.seq_length if length is None else length) + 1
+        for piece in pieces_of(self.dataset, sample):
+            if piece.place < end:
+                yield piece._replace(count=min(piece.count, end - piece.place))
 
     def length(self, step: int) -> int:
         """Returns how many tokens of each sample a step reads as inputs."""

@@ -312,7 +312,8 @@ def start(
     # Stamps come first: a file that changes after its fingerprint was taken has another stamp from then on
     stamps, files = on_rank_zero(groups, lambda: (data_stamps(args), data_fingerprint(args)))
     order = order_keys(args, epochs)
-    settled = {key: typed.get(key) for key, value in args.public_values.items() if value != typed.get(key)}
+    values = args.public_values
+    settled = {key: typed.get(key) for key in {**typed, **values} if values.get(key) != typed.get(key)}
     parts = RunParts(
         args, method, groups, built, schedule, tokenizer, datasets, files, stamps, order, source, settled, logger
     )  # fmt: skip

@@ -201,13 +201,13 @@ class SpikeReports(Callback):
         """
         sources, documents, length = train_sources(self.training.args, per_path=True), [], len(losses)
         for piece in pieces_of(self.training.datasets.train, sample):
-            begin, end = max(0, piece.start - row_start), min(length + 1, piece.stop - row_start)
+            begin, end = max(0, piece.place - row_start), min(length + 1, piece.place + piece.count - row_start)
             trained = slice(max(0, begin - 1), max(0, end - 1))
             count = int(weights[trained].sum())
             if begin < end and count:
                 documents.append({
                     "source": sources[piece.source], "file": str(piece.file), "document": piece.document,
-                    "first_token": piece.first_token + max(0, row_start - piece.start), "row_token": begin,
+                    "first_token": piece.offset + max(0, row_start - piece.place), "row_token": begin,
                     "tokens": end - begin, "loss": float((losses[trained] * weights[trained]).sum()) / count,
                 })  # fmt: skip
         return sorted(documents, key=lambda document: -document["loss"])
