@@ -47,8 +47,8 @@ def test_a_resumed_run_validates_on_the_same_samples(tmp_path: Path) -> None:
         run_ranks(output_of_run, 1, {**resumed, "valid_sets": {"web": A}})
     run_ranks(output_of_run, 1, resumed, True)
     rows = [metric_rows(tmp_path / name, "validation/web/lm_loss")[-1] for name in ("unbroken", "resumed")]
-    first, second = ({name: row[name] for name in row if name.startswith("validation/")} for row in rows)
-    assert rows[0]["iteration"] == rows[1]["iteration"] == 2 and first == second and len(first) == 9
+    unbroken_values, values = ({name: row[name] for name in row if name.startswith("validation/")} for row in rows)
+    assert rows[0]["iteration"] == rows[1]["iteration"] == 2 and values == unbroken_values and len(values) == 9
 
 
 @pytest.mark.parametrize("packing", cells(["best_fit"], ["unpacked", "packed"]))

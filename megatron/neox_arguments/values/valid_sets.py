@@ -7,6 +7,7 @@ from typing import Any
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.remote_paths import remote_data_error
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -27,6 +28,10 @@ def validate_valid_sets(args: ResolvedArgs, problems: ErrorCollector) -> None:
             is_list = isinstance(paths_list, list | tuple) and len(paths_list) > 0
             if not is_list or not all(isinstance(path, str) and path for path in paths_list):
                 problems.add(f"{key}.{name}", "expected the prefix of a .bin/.idx pair, or a list of prefixes")
+                continue
+            for path in paths_list:
+                if (wrong := remote_data_error(path)) is not None:
+                    problems.add(f"{key}.{name}", wrong)
     if len(problems.lines) > earlier_problems:
         return
     if args.valid_sets is None:

@@ -34,7 +34,7 @@ GROUPS = (
     Group("Loss", "loss", ("*/lm_loss",)),
     Group(PERPLEXITY, "log scale", ("*/lm_loss_ppl", "*/lm_loss_char_lvl_ppl")),
     Group("Loss by source", "loss", ("train/loss_by_source/*",)),
-    Group("Tokens by source", "% of trained tokens", ("train/share_by_source/*",)),
+    Group("Tokens by source", "share of trained tokens", ("train/share_by_source/*",)),
     Group("Forget and retain", "loss", ("*/ga_actual_loss", "*/gd_*_loss", "*/ga_objective")),
     Group("Rewards", "reward", ("*/rewards/chosen", "*/rewards/rejected", "*/rewards/margins",
                                 "*/*_reward", "*/reward", "*/rewards/*/mean", "*/pos_values", "*/neg_values",

@@ -81,7 +81,11 @@ def model_facts(run: Run) -> Facts:
 def data_facts(run: Run) -> Facts:
     """Returns (name, text) pairs on a run's data: paths, and the digests and sizes in its last checkpoint."""
     values = flat_values(run.args) if run.args is not None else []
-    paths = [(key, yaml_value(value)) for key, value in values if key.endswith(("data_path", "data_paths")) and value]
+    paths = [
+        (key, yaml_value(value))
+        for key, value in values
+        if value and (key.endswith(("data_path", "data_paths")) or key.startswith("valid_sets"))
+    ]
     if not run.checkpoints:
         return _facts(*paths)
     manifest = run.checkpoints[-1].manifest

@@ -151,7 +151,7 @@ def data_changes(
     that are listed; a branch may have other ones.
     """
     saved, now = (
-        {name: entry for name, entry in side.items() if validation or name.partition("_")[0] not in ("valid", "test")}
+        {name: entry for name, entry in side.items() if validation or not name.startswith(("valid", "test"))}
         for side in (manifest.data["files"], files)
     )
     return _changed_files(saved, now, args, manifest.config) + _changed_order(manifest, order)

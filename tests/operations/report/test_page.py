@@ -142,6 +142,22 @@ def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
     assert labels[:3] == ["rewards chosen", "rewards rejected", "rewards margins"]
 
 
+def test_named_sets_and_sources_share_plots(tmp_path: Path) -> None:
+    """Each set has its curve beside the validation loss; other metrics of sets share a plot, too."""
+    names = ("lm_loss", "web/lm_loss", "code/lm_loss", "web/entropy", "code/entropy")
+    metrics = {f"validation/{name}": 1.0 for name in names} | {"train/loss_by_source/web": 1.0}
+    page = write_report([write_run(tmp_path / "a", rows_of(3, lambda step: metrics))])
+    linear = [figure for figure in figures(page) if not figure.name.endswith("-log")]
+    plots = dict(zip(titles(page), linear, strict=True))
+    labels = {
+        title: [item.label.value for item in plots[title].legend[0].items]
+        for title in ("Loss", "Entropy", "Loss by source")
+        if plots[title].legend
+    }
+    assert labels["Loss"][-3:] == ["validation", "validation web", "validation code"]
+    assert labels["Entropy"] == ["validation web entropy", "validation code entropy"] and "Loss by source" in plots
+
+
 def test_perplexities_share_a_plot_with_a_log_scale(tmp_path: Path) -> None:
     names = ("validation/lm_loss_ppl", "test/lm_loss_ppl", "validation/lm_loss_char_lvl_ppl")
     run = write_run(tmp_path / "run", rows_of(10, lambda step: dict.fromkeys(names, 1000.0 / step)))
