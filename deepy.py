@@ -112,6 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron.pipelines.command import main as pipeline
 
             return pipeline(argv[1:])
+        if argv[:1] == ["sweep"]:
+            from megatron.experiments.sweep_command import main as sweep
+
+            return sweep(argv[1:])
         if argv[:1] == ["plan"]:
             from megatron.planning.command import main as plan
 

@@ -4,4 +4,7 @@ from megatron.neox_arguments import UserError
 
 
 class ExperimentError(UserError):
-    """A past run cannot be read as asked. The message names the run or file, and what to do."""
+    """A run, or a variant of one, cannot be read or started. The message names the run or file, and what to do."""
+
+
+SweepError = ExperimentError

@@ -28,6 +28,7 @@ DEEPY = {
     "plan": "tell what a run needs, and how long it takes",
     "branch": "start a run from a checkpoint of another one",
     "pipeline": "run stages with gates between them",
+    "sweep": "train variants of a run, and compare them",
     "compare": "compare runs: keys, curves, speed, scores",
     "doctor": "check whether a run can start here",
 }

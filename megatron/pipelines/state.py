@@ -18,7 +18,7 @@ from megatron.data.files import sync, write_json
 from megatron.neox_arguments.values.json_text import parse_json
 from megatron.pipelines.errors import PipelineError, cannot_write
 
-STATE, OVERRIDES, LOCK = "pipeline_state.json", "overrides.jsonl", ".pipeline.lock"
+STATE, OVERRIDES = "pipeline_state.json", "overrides.jsonl"
 _VERSION = 1
 _PATIENCE_S = 600.0  # seconds to wait for processes that a killed pipeline has left running, which save and end
 # Statuses of a stage.
@@ -184,20 +184,22 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Holds the lock of a pipeline within the block. Yields the open lock file, for child processes to
+def locked(folder: Path, say: Callable[[str], None], kind: str = "pipeline") -> Iterator[IO[str]]:
+    """Holds the lock of a folder within the block. Yields the open lock file, for child processes to
     inherit.
 
     The lock is released once this process and all processes that inherited the file have ended. If the
     process that took the lock was killed, its children still hold it while they save and end.
 
-    Raises PipelineError if another process runs the pipeline. Before that it waits 10 minutes if this process
+    Raises PipelineError if another process holds it. Before that it waits 10 minutes if this process
     is in a Slurm job, or if the lock is only held by children of a killed process. say: told about the wait.
+    kind: what the folder holds; a folder has one lock for each kind.
     """
+    path = lock_file(folder, kind)
     try:
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = path.open("a+", encoding="utf-8")
     except OSError as problem:
-        raise cannot_write(folder / LOCK, problem) from None
+        raise cannot_write(path, problem) from None
     in_job = os.environ.get("SLURM_JOB_ID") is not None
     start, reported = time.monotonic(), False
     while True:
@@ -216,11 +218,11 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
                 file.close()
                 if is_alive:
                     raise PipelineError(
-                        f"{folder}: another process runs this pipeline; wait until it ends: {holder_text}"
+                        f"{folder}: another process runs this {kind}; wait until it ends: {holder_text}"
                     ) from None
                 raise PipelineError(
                     f"{folder}: {holder_text} has ended, but processes that it started still run; list them with "
-                    f"`fuser {folder / LOCK}`, and end them"
+                    f"`fuser {path}`, and end them"
                 ) from None
             if not reported:
                 note = "" if is_alive else ", or rather the processes that it left running,"
@@ -239,17 +241,22 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), own_record.encode())
         except OSError as problem:  # the lock works even if the file does not say who holds it
-            say(f"warning: cannot write into {folder / LOCK} which process holds the lock ({problem.strerror})")
+            say(f"warning: cannot write into {path} which process holds the lock ({problem.strerror})")
         yield file
     finally:
         file.close()
 
 
-def is_locked(folder: Path) -> bool:
+def lock_file(folder: Path, kind: str = "pipeline") -> Path:
+    """Returns the lock file of a folder that holds a pipeline, or something else of the kind `kind`."""
+    return folder / f".{kind}.lock"
+
+
+def is_locked(folder: Path, kind: str = "pipeline") -> bool:
     """Returns whether a process holds the lock of the pipeline in `folder`, which means that it is
     running."""
     try:
-        with (folder / LOCK).open("r+", encoding="utf-8") as file:
+        with lock_file(folder, kind).open("r+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
     except BlockingIOError:

@@ -34,6 +34,7 @@ examples:
   python deepy.py plan a.yml b.yml --gpus 64               (what will it need, do its ranks fit together? plan --help)
   python deepy.py branch RUN@STEP new.yml                  (a new run from a checkpoint; more: branch --help)
   python deepy.py pipeline run FOLDER                      (stages with gates; more: pipeline --help)
+  python deepy.py sweep run sweep.yml                      (variants of a run, in a table; more: sweep --help)
   python deepy.py --help-config gradient_clipping          (or zero_optimization.stage, or 'lr_*')
   python deepy.py --diff-config a.yml b.yml                (layers with commas: a.yml,local.yml b.yml,local.yml)
 """
