@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             "--cwd", metavar="DIR", default=".",
             help="folder to which relative paths in configurations refer (default: this folder)",
         )  # fmt: skip
-        command.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+        command.add_argument("--dry-run", action="store_true", help="check every run, print what would be done, and start nothing")
     running.add_argument("--only", metavar="RUN", help="run this one alone")
     running.add_argument("--launcher", metavar="NAME", help="launcher of training, as for deepy.py")
     showing.add_argument("--json", action="store_true", help="print the table as JSON")

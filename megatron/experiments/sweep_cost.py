@@ -29,10 +29,9 @@ def cost_lines(sweep: Sweep, links: Sequence[Link], cwd: Path) -> Iterator[str]:
     if sweep.keys.gpu is None:
         return
     total, missing = 0.0, 0
+    links = [link for link in links if link.stage is None or link.stage.kind == "train"]
     seconds: dict[str, float] = {}  # of a step, by digest of the keys on which it depends
     for link in links:
-        if link.stage is not None and link.stage.kind == "init":
-            continue
         try:
             args = LinkWork(sweep, link, cwd, print).args()
             with contextlib.chdir(link.folder if link.stage is not None else cwd):

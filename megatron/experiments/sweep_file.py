@@ -194,7 +194,7 @@ def _cells(
                 problems.add(place, "the sweep sets this key itself; remove it")
         values = {"run": variant.name} if has_names else {}
         values |= {column: variant.settings[key] for key, column in columns.items() if key in variant.settings}
-        name = _name(variant, list(variant.settings), columns)
+        name = _name(variant, list(variant.settings), columns) or variant.name or "base"
         if name in cells:
             problems.add(next(iter(variant.places.values()), "runs"), f"two runs are {name}; remove one of them")
         chain: list[Link] = []
@@ -260,7 +260,7 @@ def _name(variant: _Variant, keys: Sequence[str], columns: Mapping[str, str]) ->
     values = {key: variant.settings[key] for key in shown}
     words = [f"{columns[key]}-{_UNSAFE.sub('-', _text(value)).strip('-')}" for key, value in values.items()]
     is_named = variant.name is not None and len(shown) < len(keys)
-    name = "_".join([*([str(variant.name)] if is_named else []), *words]) or str(variant.name or "")
+    name = "_".join([*([str(variant.name)] if is_named else []), *words])
     is_exact = all(_UNSAFE.sub("-", _text(value)) == _text(value) for value in values.values())
     if is_exact and len(name) <= _LONGEST_NAME:
         return name

@@ -31,12 +31,12 @@ from megatron.pipelines.gate_verdicts import gates_of
 from megatron.pipelines.options import Options, parse_words, train_words
 from megatron.pipelines.processes import Processes
 from megatron.pipelines.stage_work import StageWork
-from megatron.pipelines.state import STATE, State, is_locked, locked
+from megatron.pipelines.state import PROMOTED, STATE, State, is_locked, locked
 from megatron.process.run_files import read_object
 
 RECORD, LOG, LOCK = "sweep_run.json", "output.log", "run"
 WAITING, RUNNING, STOPPED_, FAILED, REFUSED, FINISHED = "waiting", "running", "stopped", "failed", "refused", "finished"
-_ERROR = re.compile(r"\berror: |^\w*(?:Error|Exception)\b", re.IGNORECASE)
+_ERROR = re.compile(r"\berror: |^[\w.]*(?:Error|Exception)\b")
 _RESULTS = ("checkpoints", "logs", STATE)  # what a run leaves in its folder
 
 
@@ -191,6 +191,12 @@ class LinkWork:
             with self._inside() as pipeline:
                 work = self._stage_work(pipeline)
                 return work.is_unchanged(work.inputs())
+        return self._has_finished()
+
+    def _has_finished(self) -> bool:
+        """Whether the run has come to its end, also if a signal came in its last moments."""
+        if self.link.stage is not None:
+            return State(self.link.folder)[self.link.stage.name].status == PROMOTED
         return self.link.output.status().get("status") == "finished"
 
     def _differences(self, record: LinkRecord, inputs: Mapping[str, Any]) -> list[str]:
@@ -280,9 +286,8 @@ class LinkWork:
         except StageFailed as problem:
             self._note(status=STOPPED_, reason=str(problem).splitlines()[0], ended=time.time())
             return problem.code
-        status = self.link.output.status().get("status")
-        is_stopped = code == STOPPED or processes.stopped is not None or (code == 0 and status == "stopped")
-        if code == 0 and not is_stopped:
+        is_stopped = code == STOPPED or processes.stopped is not None or self.link.output.status().get("status") == "stopped"
+        if code == 0 and (not is_stopped or self._has_finished()):
             self._note(status=FINISHED, reason="", ended=time.time())
             self.say("finished")
             return 0
