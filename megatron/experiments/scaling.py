@@ -1,7 +1,7 @@
 """Fits a scaling law to finished cells: L(N, D) = E + A / N^alpha + B / D^beta.
 
-N: parameters of the model, D: tokens of training. As in Hoffmann et al. 2022 (arXiv 2203.15556, section 3.3), the fit
-minimises the Huber loss (delta 1e-3) of log L from several starts.
+N: parameters of the model, D: tokens of training. As in Hoffmann et al. 2022 (arXiv 2203.15556, section 3.3),
+the fit minimises the Huber loss (delta 1e-3) of log L from several starts.
 """
 
 import math
@@ -39,7 +39,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class ScalingFit:
-    """A fitted law. intervals: of each number, 95 % by bootstrap over cells. points: cells that it was fitted to."""
+    """A fitted law.
+
+    intervals: of each number, 95 % by bootstrap over cells. points: number of cells in the fit.
+    """
 
     E: float
     A: float
@@ -62,7 +65,7 @@ class ScalingFit:
 
     def lines(self, metric: str) -> Iterator[str]:
         """Yields the fit as text. metric: the loss it was fitted to."""
-        yield f"L(N, D) = E + A/N^alpha + B/D^beta, fitted to {metric} of {self.points} cells (95 % intervals by bootstrap)"
+        yield f"L(N, D) = E + A/N^alpha + B/D^beta, fitted to {metric} of {self.points} cells; 95 % by bootstrap"
         for name in _NAMES:
             low, high = self.intervals[name]
             yield f"  {name:<5} {getattr(self, name):.5g}  [{low:.5g}, {high:.5g}]"
@@ -91,9 +94,9 @@ def refuse_unfit(points: Sequence[Point]) -> None:
     ):
         if len(set(values)) < _FEWEST_VALUES or max(values) < _SMALLEST_RATIO * min(values):
             raise SweepError(
-                f"--fit scaling: the cells have {len(set(values))} values of {name} ({meaning}), from {min(values):,} to "
-                f"{max(values):,}; the fit needs {_FEWEST_VALUES}, the largest at least {_SMALLEST_RATIO:g} times the "
-                "smallest; vary it more"
+                f"--fit scaling: the cells have {len(set(values))} values of {name} ({meaning}), from {min(values):,} "
+                f"to {max(values):,}; the fit needs {_FEWEST_VALUES}, the largest at least {_SMALLEST_RATIO:g} times "
+                "the smallest; vary it more"
             )
     correlation = np.corrcoef(np.log([point.n for point in points]), np.log([point.d for point in points]))[0, 1]
     if abs(correlation) > _LARGEST_CORRELATION:
@@ -111,7 +114,7 @@ def fit_scaling(points: Sequence[Point], resamples: int = _RESAMPLES) -> Scaling
     refuse_unfit(points)
     n, d, loss = (np.array([point[i] for point in points], dtype=np.float64) for i in (1, 2, 3))
     data = np.log(n), np.log(d), np.log(loss)
-    parameters = min((_descend(start, *data) for start in _starts(n, d, loss)), key=lambda found: found[0])[1]
+    parameters = min((_descend(start, *data) for start in _starts(n, d, loss)), key=lambda minimum: minimum[0])[1]
     generator = np.random.default_rng(0)
     samples = []
     for _ in range(resamples):
@@ -125,7 +128,7 @@ def fit_scaling(points: Sequence[Point], resamples: int = _RESAMPLES) -> Scaling
 
 
 def _starts(n: Array, d: Array, loss: Array) -> Iterator[Array]:
-    """Yields starts: for each pair of exponents and a share of the least loss as E, the A and B that fit best."""
+    """Yields starts: A and B fit best for each pair of exponents and each share of the least loss as E."""
     for alpha, beta, share in product(_STARTS, _STARTS, (0.3, 0.7, 0.95)):
         e = share * loss.min()
         matrix = np.stack([n**-alpha, d**-beta], axis=1)

@@ -13,8 +13,8 @@ _GIB = 2**30
 def checkpoint_bytes(args: NeoXArgs, cwd: Path) -> int:
     """Returns the estimated size of all checkpoints that a run keeps at the same time.
 
-    A checkpoint has the weights, and for each trained parameter the optimizer's two states, and a fp32 copy if
-    the weights are of 16 bits. cwd: folder to which relative paths refer.
+    A checkpoint has the weights, and for each trained parameter the optimizer's two states, and a fp32 copy
+    if the weights are of 16 bits. cwd: folder to which relative paths refer.
     """
     import contextlib
 
@@ -55,12 +55,13 @@ def refuse_without_space(name: str, root: Path, runs: Sequence[tuple[Path, int]]
     name: of the run that is to start. root: folder of the sweep.
     runs: (folder, estimated bytes) of this run and of those that run already.
     """
-    needed = sum(max(0, size - _bytes_below(folder)) for folder, size in runs)
+    needed_bytes = sum(max(0, size - _bytes_below(folder)) for folder, size in runs)
     free = shutil.disk_usage(root).free
-    if free < needed + min_free * _GIB:
+    if free < needed_bytes + min_free * _GIB:
         raise SweepError(
-            f"{name}: not started: {root} has {free / _GIB:.3g} GiB free, but checkpoints need {needed / _GIB:.3g} GiB "
-            f"more, and min_free keeps {min_free:g} GiB; free space, or lower keep_last_n_checkpoints or min_free"
+            f"{name}: not started: {root} has {free / _GIB:.3g} GiB free, but checkpoints need "
+            f"{needed_bytes / _GIB:.3g} GiB more, and min_free keeps {min_free:g} GiB; free space, or lower "
+            "keep_last_n_checkpoints or min_free"
         )
 
 

@@ -54,7 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             "--cwd", metavar="DIR", default=".",
             help="folder to which relative paths in configurations refer (default: this folder)",
         )  # fmt: skip
-        command.add_argument("--dry-run", action="store_true", help="check every run, print what would be done, and start nothing")
+        command.add_argument(
+            "--dry-run", action="store_true", help="check every run, print what would be done, and start nothing"
+        )
     running.add_argument("--only", metavar="RUN", help="run this one alone")
     running.add_argument("--launcher", metavar="NAME", help="launcher of training, as for deepy.py")
     showing.add_argument("--json", action="store_true", help="print the table as JSON")
@@ -141,8 +143,9 @@ def _run(options: argparse.Namespace, sweep: Sweep) -> int:
 def _dry_run(sweep: Sweep, cwd: Path) -> int:
     links = {link.name for link in _to_do(sweep, cwd)}
     for link in sweep.links:
-        after = f" after {link.parent.name}" if link.parent is not None else ""
-        print(f"{link.name}: {'would run' if link.name in links else 'finished'}{after} {' '.join(link.pairs)}".rstrip())
+        dependency = f" after {link.parent.name}" if link.parent is not None else ""
+        state = "would run" if link.name in links else "finished"
+        print(f"{link.name}: {state}{dependency} {' '.join(link.pairs)}".rstrip())
     for line in cost_lines(sweep, [link for link in sweep.links if link.name in links], cwd):
         print(line)
     return 0

@@ -33,8 +33,9 @@ def cost_lines(sweep: Sweep, links: Sequence[Link], cwd: Path) -> Iterator[str]:
     seconds: dict[str, float] = {}  # of a step, by digest of the keys on which it depends
     for link in links:
         try:
-            args = LinkWork(sweep, link, cwd, print).args()
-            with contextlib.chdir(link.folder if link.stage is not None else cwd):
+            work = LinkWork(sweep, link, cwd, print)
+            args = work.args()
+            with contextlib.chdir(work.folder()):
                 key = digest(_step_keys(args))
                 if key not in seconds:
                     seconds[key] = _step_seconds(args, sweep)

@@ -1,4 +1,4 @@
-"""Reads sweep.yml, and turns it into cells (rows of the table) and links (runs that a cell needs, in order)."""
+"""Reads sweep.yml, and turns it into cells (rows of the table) and links (the runs of a cell, in order)."""
 
 import itertools
 import json
@@ -33,10 +33,10 @@ class SweepKeys:
 
     base: tuple[str, ...] = new_key((), "Configuration files or presets of every run; relative to sweep.yml")
     pipeline: str | None = new_key(None, "Instead of base: folder or file of a pipeline, whose stages each cell runs")
-    grid: Mapping[str, Any] | None = new_key(
-        None, "Lists of values by configuration key: a run for each combination"
+    grid: Mapping[str, Any] | None = new_key(None, "Lists of values by configuration key: a run for each combination")
+    runs: tuple[Any, ...] = new_key(
+        (), "Mappings of configuration keys, each with a `name` if you like: a run for each"
     )
-    runs: tuple[Any, ...] = new_key((), "Mappings of configuration keys, each with a `name` if you like: a run for each")
     save_root: str | None = new_key(None, "Folder of the sweep; relative to sweep.yml; unset: its name without .yml")
     parallel: int = new_key(1, "Runs at a time on this machine; they share its GPUs equally", ge=1)
     retry: int = new_key(0, "Further starts of a run that failed, within one command", ge=0)
@@ -141,8 +141,8 @@ def read_sweep(place: str | Path) -> Sweep:
 def _base_files(folder: Path, names: Sequence[str]) -> Iterator[str]:
     """Yields the paths of configuration files, which may be presets."""
     for name in names:
-        [found], _ = files_of([str(folder / with_home(name))])
-        yield found if Path(found).is_file() else files_of([name], folder=None, preset_root=install_root())[0][0]
+        [path], _ = files_of([str(folder / with_home(name))])
+        yield path if Path(path).is_file() else files_of([name], folder=None, preset_root=install_root())[0][0]
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,15 @@ def _variants(keys: SweepKeys, problems: ErrorCollector) -> Iterator[_Variant]:
         if not isinstance(run, Mapping):
             problems.add(f"runs.{i}", "expected a mapping of configuration keys, such as {name: wide, hidden_size: 64}")
             return
-        named = {key: value for key, value in run.items() if key != "name"}
+        run_settings = {key: value for key, value in run.items() if key != "name"}
         name = run.get("name")
         if name is not None and not (isinstance(name, str) and _RUN_NAME.fullmatch(name)):
             problems.add(f"runs.{i}.name", "expected letters, digits, and . _ + - after the first of them")
-        for key in named.keys() & grid.keys():
+        for key in run_settings.keys() & grid.keys():
             problems.add(f"runs.{i}.{key}", "is also in grid; keep one of them")
         for combination in itertools.product(*grid.values()):
-            places = {key: f"runs.{i}.{key}" for key in named} | {key: f"grid.{key}" for key in grid}
-            settings = {**named, **dict(zip(grid, combination, strict=True))}
+            places = {key: f"runs.{i}.{key}" for key in run_settings} | {key: f"grid.{key}" for key in grid}
+            settings = {**run_settings, **dict(zip(grid, combination, strict=True))}
             yield _Variant(name, settings, places)
 
 
@@ -198,13 +198,16 @@ def _cells(
         if name in cells:
             problems.add(next(iter(variant.places.values()), "runs"), f"two runs are {name}; remove one of them")
         chain: list[Link] = []
-        for stage in stages or [None]:
-            used = [key for key in variant.settings if _is_of(key, stages, stages[: len(chain) + 1])]
-            settings = {_without_stage(key, stages): variant.settings[key] for key in used if _applies(key, stage, stages)}
-            places = {_without_stage(key, stages): origins.get(variant.places[key], "") for key in used}
-            link_name = name if stage is None else f"{stage.name}_{_name(variant, used, columns)}".rstrip("_")
+        steps: Sequence[Stage | None] = stages or [None]
+        for stage in steps:
+            chain_keys = [key for key in variant.settings if _is_of(key, stages, stages[: len(chain) + 1])]
+            settings = {
+                _without_stage(key, stages): variant.settings[key] for key in chain_keys if _applies(key, stage, stages)
+            }
+            places = {_without_stage(key, stages): origins.get(variant.places[key], "") for key in chain_keys}
+            link_name = name if stage is None else f"{stage.name}_{_name(variant, chain_keys, columns)}".rstrip("_")
             link = Link(link_name, root / link_name, settings, places, chain[-1] if chain else None, stage)
-            identity = digest([stage.name if stage else None, {key: variant.settings[key] for key in used}])
+            identity = digest([stage.name if stage else None, {key: variant.settings[key] for key in chain_keys}])
             chain.append(links.setdefault(identity, link))
         cells[name] = Cell(name, values, tuple(chain))
     return tuple(cells.values())
@@ -222,14 +225,14 @@ def _check_chain(pipeline: Pipeline, stages: Sequence[Stage], problems: ErrorCol
 
 
 def _stage_of(key: str, stages: Sequence[Stage]) -> str | None:
-    first = key.partition(".")[0]
-    return first if any(stage.name == first for stage in stages) else None
+    stage = key.partition(".")[0]
+    return stage if stage in [known_stage.name for known_stage in stages] else None
 
 
-def _is_of(key: str, stages: Sequence[Stage], begun: Sequence[Stage]) -> bool:
-    """Whether a key has an effect in one of the stages `begun`; a key without a stage has one in all."""
+def _is_of(key: str, stages: Sequence[Stage], begun_stages: Sequence[Stage]) -> bool:
+    """Whether a key has an effect in one of `begun_stages`. A key without a stage has an effect in all."""
     stage = _stage_of(key, stages)
-    return stage is None or any(one.name == stage for one in begun)
+    return stage is None or stage in [begun_stage.name for begun_stage in begun_stages]
 
 
 def _applies(key: str, stage: Stage | None, stages: Sequence[Stage]) -> bool:
@@ -246,7 +249,11 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         parts = key.split(".")
         ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
-        names[key] = next(end for end in ends if end == key or not any(_ends(other, end) for other in keys if other != key))
+        names[key] = next(
+            end
+            for end in ends
+            if end == key or not any(_ends(other_key, end) for other_key in keys if other_key != key)
+        )
     return names
 
 
@@ -256,10 +263,10 @@ def _ends(key: str, end: str) -> bool:
 
 def _name(variant: _Variant, keys: Sequence[str], columns: Mapping[str, str]) -> str:
     """Returns a readable folder name from these keys of a run; a named run's own keys are left out."""
-    shown = [key for key in keys if variant.name is None or not variant.places[key].startswith("runs.")]
-    values = {key: variant.settings[key] for key in shown}
+    shown_keys = [key for key in keys if variant.name is None or not variant.places[key].startswith("runs.")]
+    values = {key: variant.settings[key] for key in shown_keys}
     words = [f"{columns[key]}-{_UNSAFE.sub('-', _text(value)).strip('-')}" for key, value in values.items()]
-    is_named = variant.name is not None and len(shown) < len(keys)
+    is_named = variant.name is not None and len(shown_keys) < len(keys)
     name = "_".join([*([str(variant.name)] if is_named else []), *words])
     is_exact = all(_UNSAFE.sub("-", _text(value)) == _text(value) for value in values.values())
     if is_exact and len(name) <= _LONGEST_NAME:
@@ -269,4 +276,3 @@ def _name(variant: _Variant, keys: Sequence[str], columns: Mapping[str, str]) ->
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-

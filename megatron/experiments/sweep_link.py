@@ -37,6 +37,7 @@ from megatron.process.run_files import read_object
 RECORD, LOG, LOCK = "sweep_run.json", "output.log", "run"
 WAITING, RUNNING, STOPPED_, FAILED, REFUSED, FINISHED = "waiting", "running", "stopped", "failed", "refused", "finished"
 _ERROR = re.compile(r"\berror: |^[\w.]*(?:Error|Exception)\b")
+_NOT_TRAINING = ("experiments", "finetuning", "operations", "pages", "pipelines", "planning")  # they start or show runs
 _RESULTS = ("checkpoints", "logs", STATE)  # what a run leaves in its folder
 
 
@@ -54,8 +55,8 @@ class LinkRecord:
     starts: int = 0
     reason: str = ""
     bytes: int = 0
-    started: float | None = None
-    ended: float | None = None
+    start_time: float | None = None
+    end_time: float | None = None
 
 
 def read_record(link: Link) -> LinkRecord:
@@ -77,10 +78,11 @@ def state_of(link: Link) -> str:
 
 @cache
 def code_digest() -> str:
-    """Returns a SHA-256 of the code that trains: all Python files of the package and train.py."""
+    """Returns a SHA-256 of the code that trains: train.py, and the packages that training imports."""
     root = install_root()
-    files = [root / "train.py", *sorted((root / "megatron").rglob("*.py"))]
-    return digest({str(file.relative_to(root)): sha256(file) for file in files if file.is_file()})
+    folders = [path for path in (root / "megatron").iterdir() if path.is_dir() and path.name not in _NOT_TRAINING]
+    files = [root / "train.py", *sorted(file for folder in folders for file in folder.rglob("*.py"))]
+    return digest({str(file.relative_to(root)): sha256(file) for file in files})
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,9 @@ class LinkWork:
     # -- what the run is -------------------------------------------------------------------------------------
 
     def args(self) -> NeoXArgs:
-        """Returns the run's configuration. Raises ConfigError for mistakes, with their places in sweep.yml."""
+        """Returns the run's configuration. Raises ConfigError, with places in sweep.yml."""
         if self.sweep.pipeline is not None:
-            with self._inside() as pipeline:
+            with self._in_folder() as pipeline:
                 return parse_words(train_words(pipeline, pipeline.stages[0], self._options()))
         with contextlib.chdir(self.cwd):
             return load_assignments(self.sweep.configs, self._assignments())
@@ -109,20 +111,20 @@ class LinkWork:
         link, output = self.link, self.link.output
         settings = [(key, value, link.origins.get(key, str(self.sweep.file))) for key, value in link.settings.items()]
         base = load_assignments(self.sweep.configs, settings)
-        own: dict[str, Any] = {"save": str(output.save), "log_dir": str(output.logs)}
+        own_settings: dict[str, Any] = {"save": str(output.save), "log_dir": str(output.logs)}
         if "load" not in link.settings and base.load is not None and base.load == base.save:
-            own["load"] = None  # it resumes the base's own run; each run resumes from its own save
+            own_settings["load"] = None  # this makes the base resume; a run of the sweep resumes from its save
         if base.tensorboard_dir is not None:
-            own["tensorboard_dir"] = str(link.folder / "tensorboard")
+            own_settings["tensorboard_dir"] = str(link.folder / "tensorboard")
         if base.use_wandb:
-            own["wandb_run_name"] = link.name
-        return [*settings, *((key, value, str(self.sweep.file)) for key, value in own.items())]
+            own_settings["wandb_run_name"] = link.name
+        return [*settings, *((key, value, str(self.sweep.file)) for key, value in own_settings.items())]
 
     def _options(self, launcher: str | None = None) -> Options:
         return Options(settings=tuple(self.link.pairs), launcher=launcher)
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[Pipeline]:
+    def _in_folder(self) -> Iterator[Pipeline]:
         """Writes the pipeline of one stage into the run's folder, and works there within the block."""
         self._write_pipeline()
         with contextlib.chdir(self.link.folder):
@@ -131,15 +133,15 @@ class LinkWork:
     def _write_pipeline(self) -> None:
         """Writes the pipeline of this stage alone. It starts from the weights of the run that has the stage
         before it. Files of the pipeline's folder are linked, so that relative paths lead to them."""
-        link, whole, stage = self.link, self.sweep.pipeline, self.link.stage
-        assert whole is not None and stage is not None
+        link, full_pipeline, stage = self.link, self.sweep.pipeline, self.link.stage
+        assert full_pipeline is not None and stage is not None
         link.folder.mkdir(parents=True, exist_ok=True)
-        for entry in whole.folder.iterdir():
+        for entry in full_pipeline.folder.iterdir():
             place = link.folder / entry.name
             is_ours = entry.name.startswith(".") or entry.name in (*_RESULTS, FILE, "pipeline.html", "overrides.jsonl")
             if not is_ours and not place.is_symlink() and not place.exists() and entry != self.sweep.root:
                 place.symlink_to(entry)
-        configs = [str(path) for path in whole.config_files(stage)]
+        configs = [str(path) for path in full_pipeline.config_files(stage)]
         if stage.starts_from is not None:
             start = self._start_of(stage.starts_from)
             weights = {"load": str(start.folder / "checkpoints" / f"{stage.starts_from}_final"), "finetune": True}
@@ -150,8 +152,8 @@ class LinkWork:
             evaluation = thaw(stage.evaluation) if stage.evaluation is not None else None
             declared |= {"merge_adapters": stage.merge_adapters, "evaluation": evaluation}
         content: dict[str, Any] = {"title": link.name, "stages": {stage.name: declared}}
-        if stage.name in gates_of(whole):
-            gates = read_declared(whole.gates, {}, ErrorCollector({}))  # type: ignore[arg-type]
+        if stage.name in gates_of(full_pipeline):
+            gates = read_declared(full_pipeline.gates, {}, ErrorCollector({}))  # type: ignore[arg-type]
             replace_text(link.folder / "gate.yml", yaml.safe_dump({stage.name: gates[stage.name]}))
             content["gates"] = "gate.yml"
         replace_text(link.folder / FILE, yaml.safe_dump(content, sort_keys=False))
@@ -168,7 +170,7 @@ class LinkWork:
         """Returns everything that the result depends on: configuration, data, initial weights and code."""
         code = {"code": code_digest()}
         if self.sweep.pipeline is not None:
-            with self._inside() as pipeline:
+            with self._in_folder() as pipeline:
                 return {**self._stage_work(pipeline).inputs(), **code}
         args = self.args().check_training()
         with contextlib.chdir(self.cwd):
@@ -177,7 +179,9 @@ class LinkWork:
 
     def _stage_work(self, pipeline: Pipeline) -> StageWork:
         stage = pipeline.stages[0]
-        return StageWork(pipeline, stage, self._options(), gates_of(pipeline).get(stage.name), State(pipeline.folder), self.say)
+        return StageWork(
+            pipeline, stage, self._options(), gates_of(pipeline).get(stage.name), State(pipeline.folder), self.say
+        )
 
     def is_done(self) -> bool:
         """Returns whether the run has finished with the present configuration, data and code."""
@@ -188,7 +192,7 @@ class LinkWork:
         if self._differences(record, inputs):
             return False
         if self.sweep.pipeline is not None:
-            with self._inside() as pipeline:
+            with self._in_folder() as pipeline:
                 work = self._stage_work(pipeline)
                 return work.is_unchanged(work.inputs())
         return self._has_finished()
@@ -218,11 +222,13 @@ class LinkWork:
                 self.say("finished earlier, skipped")
                 return 0
             if self.link.parent is not None and not replace(self, link=self.link.parent).is_done():
-                raise SweepError(f"{self.link.name}: needs {self.link.parent.name}, which has not finished; run it first")
+                raise SweepError(
+                    f"{self.link.name}: needs {self.link.parent.name}, which has not finished; run it first"
+                )
             try:
                 self._begin()
             except UserError as problem:
-                self._note(status=FAILED, reason=str(problem).splitlines()[0], ended=time.time())
+                self._note(status=FAILED, reason=str(problem).splitlines()[0], end_time=time.time())
                 raise
             processes = Processes(self.cwd, lock, lambda: None)
             with processes.signals_passed_on():
@@ -236,19 +242,23 @@ class LinkWork:
             raise SweepError(f"{link.folder}: holds a run that this sweep did not start; move it away")
         differences = self._differences(record, inputs) if record.inputs else []
         if differences and not self._goes_on(record, inputs):
-            self._put_aside(differences)
+            self._move_results(differences)
             record = LinkRecord()
-        size = 0
-        if self.sweep.keys.min_free is not None:
-            size = checkpoint_bytes(self.args(), self.cwd)
-            others = [(one.folder, read_record(one).bytes) for one in self.sweep.links if state_of(one) == RUNNING]
-            needed = [(folder, bytes_) for folder, bytes_ in others if folder != link.folder]
-            refuse_without_space(link.name, self.sweep.root, [(link.folder, size), *needed], self.sweep.keys.min_free)
-        self.say("starts" if not record.starts else "goes on")
+        size = checkpoint_bytes(self.args(), self.folder()) if self.sweep.keys.min_free is not None else 0
         self._note(
             status=RUNNING, inputs=inputs, settings=dict(link.settings), starts=record.starts + 1, reason="",
-            bytes=size, started=time.time(), ended=None,
+            bytes=size, start_time=time.time(), end_time=None,
         )  # fmt: skip
+        if self.sweep.keys.min_free is not None:
+            # Recorded before it is checked, so that runs that start together count each other.
+            running = [run for run in self.sweep.links if state_of(run) == RUNNING]
+            sizes = [(run.folder, read_record(run).bytes) for run in running]
+            refuse_without_space(link.name, self.sweep.root, sizes, self.sweep.keys.min_free)
+        self.say("starts" if not record.starts else "goes on")
+
+    def folder(self) -> Path:
+        """The folder to which relative paths in the run's configuration refer."""
+        return self.cwd if self.link.stage is None else self.link.folder
 
     def _goes_on(self, record: LinkRecord, inputs: Mapping[str, Any]) -> bool:
         """Whether the run in the folder continues: it only trains longer, or the pipeline puts it aside."""
@@ -256,7 +266,7 @@ class LinkWork:
         is_longer = only_longer(_without_code(record.inputs), _without_code(inputs))
         return same_code and (self.sweep.pipeline is not None or is_longer)
 
-    def _put_aside(self, differences: list[str]) -> None:
+    def _move_results(self, differences: list[str]) -> None:
         moved = []
         for name in _RESULTS:
             path = self.link.folder / name
@@ -284,20 +294,22 @@ class LinkWork:
         try:
             code = processes.run(self.link.name, words, log, self.say)
         except StageFailed as problem:
-            self._note(status=STOPPED_, reason=str(problem).splitlines()[0], ended=time.time())
+            self._note(status=STOPPED_, reason=str(problem).splitlines()[0], end_time=time.time())
             return problem.code
-        is_stopped = code == STOPPED or processes.stopped is not None or self.link.output.status().get("status") == "stopped"
+        is_stopped = (
+            code == STOPPED or processes.stopped is not None or self.link.output.status().get("status") == "stopped"
+        )
         if code == 0 and (not is_stopped or self._has_finished()):
-            self._note(status=FINISHED, reason="", ended=time.time())
+            self._note(status=FINISHED, reason="", end_time=time.time())
             self.say("finished")
             return 0
         if is_stopped:
-            self._note(status=STOPPED_, reason="", ended=time.time())
+            self._note(status=STOPPED_, reason="", end_time=time.time())
             self.say("stopped; the same command goes on")
             return processes.exit_code
         reason = first_error(log, start) or f"ended with code {code}"
         status = REFUSED if code in (GATE_FAILED, METRIC_MISSING) and self.sweep.pipeline is not None else FAILED
-        self._note(status=status, reason=reason, ended=time.time())
+        self._note(status=status, reason=reason, end_time=time.time())
         self.say(f"{status}: {reason}; log: {log}")
         return code if status == REFUSED else 1
 
@@ -311,4 +323,6 @@ def first_error(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip()[:300] for line in lines if _ERROR.search(line.strip()) and not line.startswith("====")), "")
+    return next(
+        (line.strip()[:300] for line in lines if _ERROR.search(line.strip()) and not line.startswith("====")), ""
+    )

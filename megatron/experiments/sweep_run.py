@@ -1,4 +1,4 @@
-"""Runs the runs of a sweep on this machine, one after another or several at a time, each in its own process."""
+"""Trains the runs of a sweep on this machine, one or several at a time, each in its own process."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ class Scheduler:
         lost: set[str] = set()  # names of runs that failed or are not started because their parent failed
         with self._signals_passed_on():
             while self._running or (waiting and self._stopped is None):
-                for link, code in list(self._ended()):
+                for link, code in list(self._ended_runs()):
                     if code == 0:
                         done.add(link.name)
                     elif self._stopped is None and self._may_retry(link, starts[link.name]):
@@ -80,7 +80,9 @@ class Scheduler:
                     else:
                         lost.add(link.name)
                 for link in [link for link in waiting if link.parent is not None and link.parent.name in lost]:
-                    self._say(f"{link.name}: not started, because {link.parent.name if link.parent else ''} did not finish")
+                    self._say(
+                        f"{link.name}: not started, because {link.parent.name if link.parent else ''} did not finish"
+                    )
                     waiting.remove(link)
                     lost.add(link.name)
                 ready = [link for link in waiting if link.parent is None or link.parent.name in done]
@@ -98,7 +100,7 @@ class Scheduler:
     def _may_retry(self, link: Link, starts: int) -> bool:
         return starts <= self._sweep.keys.retry and read_record(link).status != REFUSED
 
-    def _ended(self) -> Iterator[tuple[Link, int]]:
+    def _ended_runs(self) -> Iterator[tuple[Link, int]]:
         for slot, (link, process) in list(self._running.items()):
             if (code := process.poll()) is not None:
                 del self._running[slot]

@@ -47,7 +47,9 @@ def submit(
         words = _words(sweep, link, cwd, sbatch_options, parent)
         done = subprocess.run(words, cwd=install_root(), capture_output=True, text=True)
         if done.returncode:
-            raise SweepError(f"{shlex.join(words)}: {done.stderr.strip()}; type the command again to submit what is left")
+            raise SweepError(
+                f"{shlex.join(words)}: {done.stderr.strip()}; type the command again to submit what is left"
+            )
         jobs[link.name] = done.stdout.strip().partition(";")[0]
         active.add(link.name)
         write_json(sweep.root / JOBS, jobs)  # after each, so that a job is never submitted twice
@@ -71,9 +73,8 @@ def refuse_active_jobs(sweep: Sweep, say: Callable[[str], None]) -> None:
     """Raises SweepError if Slurm jobs of the sweep wait or run."""
     if active := jobs_now(sweep, say):
         numbers = [_read_jobs(sweep)[name] for name in active]
-        raise SweepError(
-            f"jobs of this sweep wait or run: {', '.join(active)}; wait for them, or end them: scancel {' '.join(numbers)}"
-        )
+        ending = f"scancel {' '.join(numbers)}"
+        raise SweepError(f"jobs of this sweep wait or run: {', '.join(active)}; wait for them, or end them: {ending}")
 
 
 def jobs_now(sweep: Sweep, say: Callable[[str], None]) -> dict[str, str]:
@@ -84,11 +85,12 @@ def jobs_now(sweep: Sweep, say: Callable[[str], None]) -> dict[str, str]:
 
 
 def _states(jobs: dict[str, str], slurm: Slurm) -> dict[str, str]:
-    found = {job.id: job for job in slurm.jobs(ids=list(jobs.values()))} if jobs else {}
+    jobs_by_id = {job.id: job for job in slurm.jobs(ids=list(jobs.values()))} if jobs else {}
     return {
-        name: found[number].state.lower() + (f" ({reason})" if (reason := found[number].reason) not in ("", "None") else "")
+        name: jobs_by_id[number].state.lower()
+        + (f" ({reason})" if (reason := jobs_by_id[number].reason) not in ("", "None") else "")
         for name, number in jobs.items()
-        if number in found and found[number].is_active
+        if number in jobs_by_id and jobs_by_id[number].is_active
     }
 
 
@@ -100,4 +102,6 @@ def _read_jobs(sweep: Sweep) -> dict[str, str]:
     try:
         return {str(name): str(number) for name, number in read_object(path).items()}
     except (OSError, ValueError) as problem:
-        raise SweepError(f"{path}: cannot be read ({problem}); restore the file, which has the numbers of jobs") from None
+        raise SweepError(
+            f"{path}: cannot be read ({problem}); restore the file, which has the numbers of jobs"
+        ) from None

@@ -81,12 +81,13 @@ def _row(cell: Cell, jobs: Mapping[str, str]) -> Row:
     scores: Mapping[str, float] = {}
     if state == FINISHED and link.stage is not None and link.stage.evaluation is not None:
         measured = promoted_measurements(link.folder / "checkpoints" / f"{link.stage.name}_final")
-        found = measured.scores if measured is not None else {}
-        scores = {name: value for name, value in found.items() if "_stderr" not in name}
+        all_scores = measured.scores if measured is not None else {}
+        scores = {name: value for name, value in all_scores.items() if "_stderr" not in name}
     tokens = [row["consumed_tokens"] for row in metrics if "consumed_tokens" in row]
     return Row(
-        cell, state, int(status.get("iteration") or 0), status.get("train_iters"), losses, summary.get("tokens_per_sec"),
-        scores, (summary.get("parameters") or {}).get("total"), int(tokens[-1]) if tokens else None, reason,
+        cell, state, int(status.get("iteration") or 0), status.get("train_iters"), losses,
+        summary.get("tokens_per_sec"), scores,
+        (summary.get("parameters") or {}).get("total"), int(tokens[-1]) if tokens else None, reason,
     )  # fmt: skip
 
 
@@ -173,9 +174,9 @@ def draw_losses(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    drawn = [row for row in rows if row.losses]
-    for i, row in enumerate(drawn):
-        color = pyplot.get_cmap("viridis")(i / max(1, len(drawn) - 1))
+    drawn_rows = [row for row in rows if row.losses]
+    for i, row in enumerate(drawn_rows):
+        color = pyplot.get_cmap("viridis")(i / max(1, len(drawn_rows) - 1))
         metrics = _output_of(row).rows()
         tokens, losses = read_curve(ordinary(metrics), TRAINING)
         has_validation = VALIDATION in row.losses
@@ -184,7 +185,7 @@ def draw_losses(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
                   label=None if has_validation else label)  # fmt: skip
         if has_validation:
             axes.plot(*read_curve(metrics, VALIDATION), color=color, marker=".", label=label)
-    dots = ", dots: validation" if any(VALIDATION in row.losses for row in drawn) else ""
+    dots = ", dots: validation" if any(VALIDATION in row.losses for row in drawn_rows) else ""
     axes.set_title(f"{sweep.file.stem} (lines: training{dots}; best first)", fontsize=10)
     axes.set_xlabel("tokens seen")
     axes.set_ylabel("loss (nats per token)")

@@ -33,7 +33,7 @@ def write_sweep(folder: Path, base: Mapping[str, Any] | None = None, **keys: Any
     return folder / "sweep.yml"
 
 
-def here(*words: Any) -> Done:
+def in_process(*words: Any) -> Done:
     """Runs `deepy.py sweep ...` in this process; a command that trains starts others."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -48,7 +48,7 @@ def started(*words: Any, **variables: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def typed(*words: Any, **variables: str) -> Done:
+def run_sweep(*words: Any, **variables: str) -> Done:
     """Runs `deepy.py sweep ...` as its own process to its end."""
     process = started(*words, **variables)
     out, err = process.communicate(timeout=280)
@@ -67,7 +67,7 @@ def finish(folder: Path, name: str, loss: float, tokens: int = 1000, parameters:
     (save / "training_summary.json").write_text(json.dumps({"parameters": counts, "tokens_per_sec": 10.0}))
 
 
-def steps_taken(run: Path) -> list[int]:
+def logged_steps(run: Path) -> list[int]:
     """The steps that a run has logged over all its starts, in order."""
     return [int(step) for step in re.findall(r"\| iteration +(\d+)/", (run / "output.log").read_text())]
 
@@ -76,5 +76,3 @@ def records(folder: Path) -> dict[str, Any]:
     """sweep.json's cells, by name."""
     cells = json.loads((folder / "sweep.json").read_text())["cells"]
     return {cell["cell"]: cell for cell in cells}
-
-

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.experiments.errors import SweepError
 from megatron.experiments.scaling import Point, fit_scaling
-from tests.experiments.small_sweep import finish, here, write_sweep
+from tests.experiments.small_sweep import finish, in_process, write_sweep
 
 LAW = {"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28}  # Hoffmann et al. 2022
 
@@ -73,11 +73,11 @@ def test_the_command_fits_finished_cells_and_writes_the_fit(tmp_path):
     """The losses, parameters and tokens are those of the runs' own files."""
     points = [point for i, point in enumerate(planted()) if i % 3]
     file = write_sweep(tmp_path, runs=[{"name": f"r{i}", "seed": i} for i in range(len(points))])
-    assert here("status", file, "--fit", "scaling").code == 1  # nothing has finished
+    assert in_process("status", file, "--fit", "scaling").code == 1  # nothing has finished
     for i, point in enumerate(points):
         finish(tmp_path / "sweep", f"r{i}", point.loss, point.d, point.n)
         (tmp_path / f"sweep/r{i}/sweep_run.json").write_text('{"status": "finished"}')
-    done = here("status", file, "--fit", "scaling")
+    done = in_process("status", file, "--fit", "scaling")
     fit = json.loads((tmp_path / "sweep/scaling.json").read_text())
     assert done.code == 0 and {name: fit[name] for name in LAW} == pytest.approx(LAW, rel=1e-3)
     assert f"{fit['alpha']:.5g}" in done.out and len(fit["cells"]) == len(points)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.experiments.sweep_run import check_runs, device_shares
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import ConfigError
 from megatron.pipelines.state import locked
-from tests.experiments.small_sweep import finish, here, records, started, steps_taken, typed, write_sweep
+from tests.experiments.small_sweep import finish, in_process, logged_steps, records, run_sweep, started, write_sweep
 from tests.pipelines.small import GATES, STAGES, passed, write_small, write_yaml
 from tests.training.runs import config
 
@@ -48,10 +49,12 @@ def test_cells_are_the_runs_with_all_combinations_of_the_grid(tmp_path):
         "num_layers-1_lr-0.003_seed-2",
     ]  # fmt: skip
     assert sweep.columns == ["run", "hidden_size", "lr", "seed", "num_layers"]
-    args = [work.args() for work in works(file)]
-    assert [(one.hidden_size, one.num_layers, one.seed) for one in args[3:5]] == [(64, 2, 2), (32, 1, 1)]
-    assert args[3].optimizer["params"]["lr"] == 3e-3
-    assert len({one.save for one in args}) == 8 and all(str(tmp_path / "sweep") in str(one.save) for one in args)
+    all_args = [work.args() for work in works(file)]
+    assert [(args.hidden_size, args.num_layers, args.seed) for args in all_args[3:5]] == [(64, 2, 2), (32, 1, 1)]
+    assert all_args[3].optimizer["params"]["lr"] == 3e-3
+    assert len({args.save for args in all_args}) == 8 and all(
+        str(tmp_path / "sweep") in str(args.save) for args in all_args
+    )
 
 
 def test_values_that_are_no_file_names_have_names_of_their_own(tmp_path):
@@ -101,7 +104,7 @@ def test_mistakes_of_all_runs_are_told_before_the_first_starts(tmp_path):
     with pytest.raises(ConfigError) as refused:
         check_runs(read_sweep(file), tmp_path)
     assert "sweep.yml:5: num_layer" in str(refused.value) and "hidden_size" in str(refused.value)
-    assert here("run", file).code == 1 and not (tmp_path / "sweep").exists()
+    assert in_process("run", file).code == 1 and not (tmp_path / "sweep").exists()
 
 
 def test_the_base_keeps_its_own_folders(tmp_path):
@@ -137,7 +140,7 @@ def test_a_finished_run_is_skipped_until_configuration_data_or_code_change(tmp_p
     assert [work.is_done() for work in works(file)] == [False, False]
 
 
-def test_results_of_other_settings_are_put_aside(tmp_path, monkeypatch):
+def test_results_of_other_settings_are_moved(tmp_path, monkeypatch):
     file = write_sweep(tmp_path)
     plant(file, {"lr-0.001": 1.0})
     write_sweep(tmp_path, {"weight_decay": 0.3})
@@ -151,41 +154,43 @@ def test_results_of_other_settings_are_put_aside(tmp_path, monkeypatch):
 def test_the_table_has_the_lowest_loss_first(tmp_path):
     file = write_sweep(tmp_path, grid={"seed": [1, 2, 3, 4], "optimizer.params.lr": [1e-3]})
     plant(file, {"seed-1_lr-0.001": 3.0, "seed-2_lr-0.001": 1.5, "seed-3_lr-0.001": 2.0})
-    done = here("status", file)
+    done = in_process("status", file)
     rows = [line.split() for line in done.out.splitlines()]
     assert done.code == 0 and rows[0][:3] == ["seed", "lr", "state"]
     assert [row[0] for row in rows[1:5]] == ["2", "3", "1", "4"] and rows[1][2:6] == ["finished", "3/3", "1.5000", "10"]
-    assert [line.split(",")[0] for line in (tmp_path / "sweep/sweep.csv").read_text().splitlines()][1] == "seed-2_lr-0.001"
+    assert [line.split(",")[0] for line in (tmp_path / "sweep/sweep.csv").read_text().splitlines()][
+        1
+    ] == "seed-2_lr-0.001"
     assert records(tmp_path / "sweep")["seed-4_lr-0.001"]["state"] == "waiting"
     assert (tmp_path / "sweep/sweep.png").read_bytes()[:4] == b"\x89PNG"
-    assert json.loads(here("status", file, "--json").out)[0]["train/lm_loss"] == 1.5
+    assert json.loads(in_process("status", file, "--json").out)[0]["train/lm_loss"] == 1.5
 
 
 def test_a_second_sweep_in_the_folder_is_refused(tmp_path):
     file = write_sweep(tmp_path)
     (tmp_path / "sweep").mkdir()
     with locked(tmp_path / "sweep", print, "sweep"):
-        done = here("run", file)
+        done = in_process("run", file)
     assert done.code == 1 and "another process runs this sweep" in done.err and str(os.getpid()) in done.err
     assert [path.name for path in (tmp_path / "sweep").iterdir()] == [".sweep.lock"]
 
 
 def test_a_run_without_space_for_its_checkpoints_is_not_started(tmp_path):
     file = write_sweep(tmp_path, min_free=1e9)
-    done = here("run", file, "--only", "lr-0.001", "--cwd", tmp_path)
+    done = in_process("run", file, "--only", "lr-0.001", "--cwd", tmp_path)
     [work, _] = works(file)
     assert done.code == 1 and "min_free" in done.err and read_record(work.link).status == "failed"
     assert not (work.link.folder / "output.log").exists()
 
 
 def test_kept_checkpoints_are_counted():
-    def kept(**keys: Any) -> int:
+    def kept_of(**keys: Any) -> int:
         return kept_checkpoints(NeoXArgs.from_dict(config(train_iters=10, save="a", **keys)))
 
-    assert kept(checkpoint_factor=3) == 4
-    assert kept(checkpoint_factor=2, checkpoint_scale="log") == 5  # 1, 2, 4, 8, 10
-    assert kept(checkpoint_factor=1, keep_last_n_checkpoints=2) == 3
-    assert kept(checkpoint_factor=5, extra_save_iters=(1,)) == 3
+    assert kept_of(checkpoint_factor=3) == 4
+    assert kept_of(checkpoint_factor=2, checkpoint_scale="log") == 5  # 1, 2, 4, 8, 10
+    assert kept_of(checkpoint_factor=1, keep_last_n_checkpoints=2) == 3
+    assert kept_of(checkpoint_factor=5, extra_save_iters=(1,)) == 3
 
 
 def test_runs_share_the_gpus_of_the_machine(monkeypatch):
@@ -199,14 +204,14 @@ def test_runs_share_the_gpus_of_the_machine(monkeypatch):
 def test_a_failed_run_is_told_and_the_others_go_on(tmp_path):
     runs = [{"name": "good", "seed": 3}, {"name": "bad", "load": str(tmp_path / "none")}]
     file = write_sweep(tmp_path, runs=runs, parallel=2, retry=1)
-    done = typed("run", file)
+    done = run_sweep("run", file)
     cells = records(tmp_path / "sweep")
     assert done.code == 1, done.err
     assert (cells["good"]["state"], cells["good"]["steps"], cells["bad"]["state"]) == ("finished", 3, "failed")
     assert str(tmp_path / "none") in cells["bad"]["reason"] and cells["bad"]["reason"] in done.out
     good, bad = works(file)
     assert (read_record(good.link).starts, read_record(bad.link).starts) == (1, 2)
-    assert steps_taken(good.link.folder) == [1, 2, 3] and not steps_taken(bad.link.folder)
+    assert logged_steps(good.link.folder) == [1, 2, 3] and not logged_steps(bad.link.folder)
 
     checkpoint = tmp_path / "sweep/good/checkpoints/global_step3"
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
@@ -214,8 +219,8 @@ def test_a_failed_run_is_told_and_the_others_go_on(tmp_path):
     assert 0.7 < size / estimate < 1.5, (size, estimate)
 
     write_sweep(tmp_path, runs=runs[:1])
-    assert here("run", file).code == 0
-    assert steps_taken(good.link.folder) == [1, 2, 3]
+    assert in_process("run", file).code == 0
+    assert logged_steps(good.link.folder) == [1, 2, 3]
 
 
 @pytest.mark.more
@@ -226,24 +231,24 @@ def test_twelve_runs_interrupted_three_times_are_each_trained_once(tmp_path):
     file = write_sweep(tmp_path, base, grid=grid, parallel=2)
 
     def steps() -> int:
-        return sum(len(steps_taken(log.parent)) for log in (tmp_path / "sweep").glob("*/output.log"))
+        return sum(len(logged_steps(log.parent)) for log in (tmp_path / "sweep").glob("*/output.log"))
 
     for number, until in ((signal.SIGKILL, 8), (signal.SIGINT, 27), (signal.SIGKILL, 45)):
         process = started("run", file)
         while steps() < until and process.poll() is None:
-            pass
+            time.sleep(0.1)
         process.send_signal(number)
         _, err = process.communicate()  # also waits until the runs that a killed sweep has left have saved
         assert process.returncode == (130 if number == signal.SIGINT else -number), err
-    done = typed("run", file)
+    done = run_sweep("run", file)
     assert done.code == 0, done.err
     cells = records(tmp_path / "sweep")
     assert len(cells) == 12 and {cell["state"] for cell in cells.values()} == {"finished"}
     for name, cell in cells.items():
-        assert steps_taken(Path(cell["folder"])) == [1, 2, 3, 4, 5, 6], name
+        assert logged_steps(Path(cell["folder"])) == [1, 2, 3, 4, 5, 6], name
     assert sum(read_record(work.link).starts for work in works(file)) > 12  # some were indeed interrupted
-    whole = write_sweep(tmp_path, base, grid={"optimizer.params.lr": [3e-3], "seed": [2]}, save_root="whole")
-    assert typed("run", whole).code == 0
+    uninterrupted = write_sweep(tmp_path, base, grid={"optimizer.params.lr": [3e-3], "seed": [2]}, save_root="whole")
+    assert run_sweep("run", uninterrupted).code == 0
     assert records(tmp_path / "whole")["lr-0.003_seed-2"]["train/lm_loss"] == cells["lr-0.003_seed-2"]["train/lm_loss"]
 
 
@@ -256,19 +261,19 @@ def test_a_chain_runs_shared_stages_once(tmp_path):
     grid = {"pretrain.optimizer.params.lr": [1e-2, 1e-4], "sft.train_iters": [4, 6]}
     file = tmp_path / "sweep.yml"
     write_yaml(file, {"pipeline": "base", "grid": grid, "parallel": 2, "min_free": 0.001})
-    done = typed("run", file)
+    done = run_sweep("run", file)
     cells = records(tmp_path / "sweep")
     assert done.code == 0 and {cell["state"] for cell in cells.values()} == {"finished"}, done.err
     assert [read_record(work.link).starts for work in works(file)] == [1] * 7
     assert cells["lr-0.01_train_iters-6"]["steps"] == 6
-    first = (tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final").resolve()
+    weights = (tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final").resolve()
     log = (tmp_path / "sweep/sft_lr-0.01_train_iters-4/logs/sft.log").read_text()
-    assert str(tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final") in log and first.is_dir()
+    assert str(tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final") in log and weights.is_dir()
 
     losses = [cells[f"lr-{rate}_train_iters-4"]["train/lm_loss"] for rate in ("0.01", "0.0001")]
     gate = {"pretrain": {"require": [{"metric": "train/lm_loss", "max": sum(losses) / 2}]}}
     write_yaml(tmp_path / "base/gates.yml", gate)
-    done = typed("run", file)
+    done = run_sweep("run", file)
     cells = records(tmp_path / "sweep")
     assert done.code == 1, done.err
     assert cells["lr-0.0001_train_iters-4"]["state"] == "pretrain: refused"
@@ -283,6 +288,8 @@ def test_the_cost_is_that_of_the_plan(tmp_path):
     hours = [float(line.split(": ")[1].split()[0]) for line in lines]
     prices = [float(line.rpartition("price ")[2]) for line in lines]
     assert len(lines) == 5 and hours[0] > 0 and hours[2] == pytest.approx(3 * hours[0], rel=0.02)
-    assert hours[4] == pytest.approx(sum(hours[:4]), rel=0.02) and prices == pytest.approx([3 * h for h in hours], rel=0.02)
+    assert hours[4] == pytest.approx(sum(hours[:4]), rel=0.02) and prices == pytest.approx(
+        [3 * h for h in hours], rel=0.02
+    )
     assert list(cost_lines(read_sweep(write_sweep(tmp_path)), [], tmp_path)) == []
     assert yaml.safe_load(file.read_text()).get("gpu") is None

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.experiments.sweep_file import read_sweep
 from megatron.experiments.sweep_link import read_record
-from tests.experiments.small_sweep import records, steps_taken, typed, write_sweep
+from tests.experiments.small_sweep import logged_steps, records, run_sweep, write_sweep
 from tests.pipelines.small import STAGES, passed, write_small, write_yaml
 from tests.slurm.conftest import END_STATES, OPTIONS, WAIT_S, Submitter, wait_for
 
@@ -42,8 +42,8 @@ def test_runs_are_jobs_that_are_submitted_once(slurm, tmp_path):
     done = in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS)
     jobs = submitted(done.stderr)
     assert done.returncode == 0 and list(jobs) == ["one", "two", "bad"], done.stderr
-    again = in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS)
-    assert again.returncode == 0 and not submitted(again.stderr), again.stderr
+    resubmission = in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS)
+    assert resubmission.returncode == 0 and not submitted(resubmission.stderr), resubmission.stderr
     refused = in_cluster(slurm, "run", file)
     assert refused.returncode == 1 and f"scancel {jobs['one']}" in refused.stderr
     assert re.search(r"pending|running", in_cluster(slurm, "status", file).stdout)
@@ -54,11 +54,11 @@ def test_runs_are_jobs_that_are_submitted_once(slurm, tmp_path):
     assert {name: cell["state"] for name, cell in cells.items()} == {
         "one": "finished", "two": "finished", "bad": "failed"
     }  # fmt: skip
-    again = in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS)
-    assert list(submitted(again.stderr)) == ["bad"], again.stderr
-    wait_for_all(slurm, submitted(again.stderr), tmp_path / "sweep")
-    here = write_sweep(tmp_path, runs=runs[:2], save_root="here")
-    assert typed("run", here).code == 0
+    resubmission = in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS)
+    assert list(submitted(resubmission.stderr)) == ["bad"], resubmission.stderr
+    wait_for_all(slurm, submitted(resubmission.stderr), tmp_path / "sweep")
+    local_file = write_sweep(tmp_path, runs=runs[:2], save_root="here")
+    assert run_sweep("run", local_file).code == 0
     local = records(tmp_path / "here")
     assert all(cells[name]["train/lm_loss"] == local[name]["train/lm_loss"] for name in local)
 
@@ -68,11 +68,11 @@ def test_a_run_that_is_told_to_save_goes_on_by_itself(slurm, tmp_path):
     jobs = submitted(in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS).stderr)
     run = tmp_path / "sweep/seed-1"
     log = run / "output.log"
-    wait_for(lambda: log.is_file() and len(steps_taken(run)) >= 3, WAIT_S, lambda: str(list(run.iterdir())))
+    wait_for(lambda: log.is_file() and len(logged_steps(run)) >= 3, WAIT_S, lambda: str(list(run.iterdir())))
     slurm.cluster.run("scancel", "--signal=USR1", "--batch", jobs["seed-1"])
     slurm.wait(jobs["seed-1"], lambda: "Restarts=1" in slurm.record(jobs["seed-1"]))
     assert wait_for_all(slurm, jobs, tmp_path / "sweep") == {"seed-1": "COMPLETED"}
-    assert steps_taken(run) == list(range(1, 81))
+    assert logged_steps(run) == list(range(1, 81))
 
 
 def test_children_in_a_chain_wait_for_their_parent(slurm, tmp_path):

@@ -1,4 +1,4 @@
-"""Writes the tables of keys in docs/pipeline.md from the declarations of keys.
+"""Writes the tables of keys in docs/pipeline.md and docs/experiments.md from the declarations of keys.
 
 With --check it writes nothing, and exits with 1 if a table is out of date."""
 
@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.experiments.sweep_file import SweepKeys  # noqa: E402
 from megatron.neox_arguments.keys.declaration import Key, keys_of  # noqa: E402
 from megatron.pipelines.definition import PipelineKeys, Source, Stage  # noqa: E402
 from megatron.pipelines.gates import GateKeys, Requirement  # noqa: E402
@@ -16,8 +17,13 @@ from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
 
 END = "<!-- end -->\n"
-PAGE = ROOT / "docs" / "pipeline.md"
-TABLES = {"pipeline": PipelineKeys, "stage": Stage, "source": Source, "gate": GateKeys, "requirement": Requirement}
+TABLES: dict[str, dict[str, type]] = {
+    "pipeline.md": {
+        "pipeline": PipelineKeys, "stage": Stage, "source": Source, "gate": GateKeys, "requirement": Requirement,
+    },
+    "experiments.md": {"sweep": SweepKeys},
+}  # fmt: skip
+"""The declaration of each table, by page and name."""
 
 
 def table(declaration: type) -> str:
@@ -37,8 +43,13 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table is out of date")
     options = parser.parse_args()
     mark = "<!-- keys of {}: made by tools/docs/pipeline_reference.py; do not edit -->\n"
-    parts = {mark.format(name): table(declaration) for name, declaration in TABLES.items()}
-    return write_or_check(PAGE, parts, END, "tools/docs/pipeline_reference.py", options.check)
+    codes = []
+    for page, tables in TABLES.items():
+        parts = {mark.format(name): table(declaration) for name, declaration in tables.items()}
+        codes.append(
+            write_or_check(ROOT / "docs" / page, parts, END, "tools/docs/pipeline_reference.py", options.check)
+        )
+    return max(codes)
 
 
 if __name__ == "__main__":
