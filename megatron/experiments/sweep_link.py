@@ -25,7 +25,7 @@ from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.neox_args import load_assignments
 from megatron.neox_arguments.reading.declared_file import read_declared
 from megatron.pipelines.definition import FILE, Pipeline, read_pipeline
-from megatron.pipelines.digests import changes, digest, loaded_inputs, numbered, only_longer, run_inputs
+from megatron.pipelines.digests import changes, digest, loaded_inputs, numbered, run_inputs
 from megatron.pipelines.errors import GATE_FAILED, METRIC_MISSING, STOPPED, StageFailed
 from megatron.pipelines.gate_verdicts import gates_of
 from megatron.pipelines.options import Options, parse_words, train_words
@@ -120,8 +120,8 @@ class LinkWork:
             own_settings["wandb_run_name"] = link.name
         return [*settings, *((key, value, str(self.sweep.file)) for key, value in own_settings.items())]
 
-    def _options(self, launcher: str | None = None) -> Options:
-        return Options(settings=tuple(self.link.pairs), launcher=launcher)
+    def _options(self) -> Options:
+        return Options(settings=tuple(self.link.pairs))
 
     @contextlib.contextmanager
     def _in_folder(self) -> Iterator[Pipeline]:
@@ -140,7 +140,8 @@ class LinkWork:
             place = link.folder / entry.name
             is_ours = entry.name.startswith(".") or entry.name in (*_RESULTS, FILE, "pipeline.html", "overrides.jsonl")
             if not is_ours and not place.is_symlink() and not place.exists() and entry != self.sweep.root:
-                place.symlink_to(entry)
+                with contextlib.suppress(FileExistsError):  # another process prepares the folder too
+                    place.symlink_to(entry)
         configs = [str(path) for path in full_pipeline.config_files(stage)]
         if stage.starts_from is not None:
             start = self._start_of(stage.starts_from)
@@ -241,7 +242,8 @@ class LinkWork:
         if not record.inputs and has_results:
             raise SweepError(f"{link.folder}: holds a run that this sweep did not start; move it away")
         differences = self._differences(record, inputs) if record.inputs else []
-        if differences and not self._goes_on(record, inputs):
+        # In a chain, the pipeline in the folder moves results of other settings, but it does not know the code.
+        if differences and (link.stage is None or "code" in differences):
             self._move_results(differences)
             record = LinkRecord()
         size = checkpoint_bytes(self.args(), self.folder()) if self.sweep.keys.min_free is not None else 0
@@ -259,12 +261,6 @@ class LinkWork:
     def folder(self) -> Path:
         """The folder to which relative paths in the run's configuration refer."""
         return self.cwd if self.link.stage is None else self.link.folder
-
-    def _goes_on(self, record: LinkRecord, inputs: Mapping[str, Any]) -> bool:
-        """Whether the run in the folder continues: it only trains longer, or the pipeline puts it aside."""
-        same_code = not self.sweep.keys.compare_code or record.inputs.get("code") == inputs["code"]
-        is_longer = only_longer(_without_code(record.inputs), _without_code(inputs))
-        return same_code and (self.sweep.pipeline is not None or is_longer)
 
     def _move_results(self, differences: list[str]) -> None:
         moved = []
@@ -296,14 +292,11 @@ class LinkWork:
         except StageFailed as problem:
             self._note(status=STOPPED_, reason=str(problem).splitlines()[0], end_time=time.time())
             return problem.code
-        is_stopped = (
-            code == STOPPED or processes.stopped is not None or self.link.output.status().get("status") == "stopped"
-        )
-        if code == 0 and (not is_stopped or self._has_finished()):
+        if code == 0 and self._has_finished():
             self._note(status=FINISHED, reason="", end_time=time.time())
             self.say("finished")
             return 0
-        if is_stopped:
+        if code in (0, STOPPED) or processes.stopped is not None:
             self._note(status=STOPPED_, reason="", end_time=time.time())
             self.say("stopped; the same command goes on")
             return processes.exit_code

@@ -255,20 +255,22 @@ def test_twelve_runs_interrupted_three_times_are_each_trained_once(tmp_path):
 @pytest.mark.more
 def test_a_chain_runs_shared_stages_once(tmp_path):
     """A stage that its gate refuses keeps its children from starting; the others finish."""
-    stages = {name: STAGES[name] for name in ("data", "init", "pretrain", "sft")}
+    stages = {**STAGES, "pretrain": {"configs": ["pretrain.yml"]}}
+    stages = {name: stages[name] for name in ("data", "pretrain", "sft")}
     write_small(tmp_path / "base", stages, {"pretrain": GATES["pretrain"]})
     passed("run", tmp_path / "base", "--only", "data")
-    grid = {"pretrain.optimizer.params.lr": [1e-2, 1e-4], "sft.train_iters": [4, 6]}
+    rate = "pretrain.optimizer.params.lr"
+    runs = [{rate: lr, "sft.train_iters": steps} for lr, steps in ((1e-2, 4), (1e-2, 6), (1e-4, 4))]
     file = tmp_path / "sweep.yml"
-    write_yaml(file, {"pipeline": "base", "grid": grid, "parallel": 2, "min_free": 0.001})
+    write_yaml(file, {"pipeline": "base", "runs": runs, "parallel": 2, "min_free": 0.001})
     done = run_sweep("run", file)
     cells = records(tmp_path / "sweep")
     assert done.code == 0 and {cell["state"] for cell in cells.values()} == {"finished"}, done.err
-    assert [read_record(work.link).starts for work in works(file)] == [1] * 7
+    assert [read_record(work.link).starts for work in works(file)] == [1] * 5
     assert cells["lr-0.01_train_iters-6"]["steps"] == 6
-    weights = (tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final").resolve()
+    weights = tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final"
     log = (tmp_path / "sweep/sft_lr-0.01_train_iters-4/logs/sft.log").read_text()
-    assert str(tmp_path / "sweep/pretrain_lr-0.01/checkpoints/pretrain_final") in log and weights.is_dir()
+    assert str(weights) in log and weights.is_dir()
 
     losses = [cells[f"lr-{rate}_train_iters-4"]["train/lm_loss"] for rate in ("0.01", "0.0001")]
     gate = {"pretrain": {"require": [{"metric": "train/lm_loss", "max": sum(losses) / 2}]}}
@@ -278,6 +280,7 @@ def test_a_chain_runs_shared_stages_once(tmp_path):
     assert done.code == 1, done.err
     assert cells["lr-0.0001_train_iters-4"]["state"] == "pretrain: refused"
     assert cells["lr-0.01_train_iters-4"]["state"] == "finished"
+    assert [read_record(work.link).starts for work in works(file)] == [1, 1, 1, 2, 1]
 
 
 @pytest.mark.more

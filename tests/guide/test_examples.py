@@ -13,7 +13,8 @@ STARTERS = ("python", "torchrun", "sbatch", "eval", "pytest")
 
 def scripts() -> list[Path]:
     folders = (ROOT, ROOT / "huggingface", ROOT / "tools", *(ROOT / "tools").glob("*/"))
-    in_megatron = [ROOT / "megatron/pipelines/command.py", ROOT / "megatron/tokenizer/train_tokenizer.py"]
+    names = ("experiments/sweep_command.py", "pipelines/command.py", "tokenizer/train_tokenizer.py")
+    in_megatron = [ROOT / "megatron" / name for name in names]
     return [*in_megatron, *(file for folder in folders for file in sorted(folder.glob("*.py")))]
 
 

@@ -35,7 +35,9 @@ def table(declaration: type) -> str:
 def _default(key: Key) -> str:
     if key.required:
         return "**required**"
-    return {None: "unset", True: "true", False: "false", (): "none"}.get(key.default, str(key.default))
+    if isinstance(key.default, bool):
+        return str(key.default).lower()
+    return {None: "unset", (): "none"}.get(key.default, str(key.default))
 
 
 def main() -> int:
