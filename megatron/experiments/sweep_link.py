@@ -242,7 +242,7 @@ class LinkWork:
         if not record.inputs and has_results:
             raise SweepError(f"{link.folder}: holds a run that this sweep did not start; move it away")
         differences = self._differences(record, inputs) if record.inputs else []
-        # In a chain, the pipeline in the folder moves results of other settings, but it does not know the code.
+        # In a chain, the pipeline in the folder moves results of other settings, but not those of other code.
         if differences and (link.stage is None or "code" in differences):
             self._move_results(differences)
             record = LinkRecord()

@@ -184,7 +184,9 @@ def draw_losses(sweep: Sweep, rows: Sequence[Row], path: Path) -> None:
         axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.5 if has_validation else 1.0,
                   label=None if has_validation else label)  # fmt: skip
         if has_validation:
-            axes.plot(*read_curve(metrics, VALIDATION), color=color, marker=".", label=label)
+            axes.plot(
+                *read_curve(metrics, VALIDATION), color=color, marker="o", markersize=4, linestyle="none", label=label
+            )
     dots = ", dots: validation" if any(VALIDATION in row.losses for row in drawn_rows) else ""
     axes.set_title(f"{sweep.file.stem} (lines: training{dots}; best first)", fontsize=10)
     axes.set_xlabel("tokens seen")

@@ -87,6 +87,7 @@ def test_cells_share_the_runs_in_which_they_agree(tmp_path):
         ({"grid": {"seed": 1}}, "sweep.yml:4: grid.seed"),
         ({"grid": {"save": ["a", "b"]}}, "sweep.yml:4: grid.save"),
         ({"runs": [{"seed": 1}, {"seed": 1}]}, "sweep.yml:5: runs.1.seed"),
+        ({"runs": [{"seed": 1}], "grid": {"seed": [1]}}, "sweep.yml:4: runs.0.seed"),
         ({"runs": [{"name": "a/b", "seed": 1}]}, "sweep.yml:4: runs.0.name"),
         ({"pipeline": "p"}, "sweep.yml:1: base"),
         ({"price": 2.0}, "sweep.yml:7: price"),

@@ -87,3 +87,35 @@ def test_children_in_a_chain_wait_for_their_parent(slurm, tmp_path):
     assert set(wait_for_all(slurm, jobs, tmp_path / "sweep").values()) == {"COMPLETED"}
     assert [read_record(link).starts for link in read_sweep(file).links] == [1, 1, 1, 1]
     assert "finished" in in_cluster(slurm, "status", file).stdout
+
+
+def test_twelve_runs_whose_jobs_are_cancelled_three_times(slurm, tmp_path):
+    """Each submission has a job for every unfinished run, and no run is trained after its end."""
+    grid = {"optimizer.params.lr": [1e-3, 3e-3], "seed": [1, 2, 3, 4, 5, 6]}
+    file = write_sweep(tmp_path, {"train_iters": 6, "checkpoint_factor": 1}, grid=grid)
+    root, counts = tmp_path / "sweep", []
+
+    def submit() -> dict[str, str]:
+        done = in_cluster(slurm, "submit", file, "--cwd", tmp_path, "--", *OPTIONS, "--cpus-per-task=20")
+        assert done.returncode == 0, done.stderr
+        jobs = submitted(done.stderr)
+        counts.append(len(jobs))
+        return jobs
+
+    def steps() -> int:
+        return sum(len(logged_steps(log.parent)) for log in root.glob("*/output.log"))
+
+    for until in (8, 27, 45):
+        jobs = submit()
+        wait_for(lambda until=until: steps() >= until, 3 * WAIT_S, lambda: str(steps()))
+        slurm.cluster.run("scancel", *jobs.values())
+        wait_for_all(slurm, jobs, root)
+    jobs = submit()
+    assert set(wait_for_all(slurm, jobs, root).values()) == {"COMPLETED"}
+    assert in_cluster(slurm, "status", file).returncode == 0
+    cells = records(root)
+    assert len(cells) == 12 and {cell["state"] for cell in cells.values()} == {"finished"}
+    assert counts[0] == 12 and counts == sorted(counts, reverse=True) and 0 < counts[3] < 12
+    for name in cells:
+        all_steps = logged_steps(root / name)
+        assert set(all_steps) == {1, 2, 3, 4, 5, 6} and all_steps.count(6) == 1, (name, all_steps)
