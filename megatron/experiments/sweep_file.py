@@ -1,5 +1,6 @@
 """Reads sweep.yml, and turns it into cells (rows of the table) and links (the runs of a cell, in order)."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -20,8 +21,8 @@ from megatron.pipelines.definition import PIPELINE_KEYS, Pipeline, Stage, find_p
 from megatron.pipelines.digests import digest
 from megatron.pipelines.gates import read_gates
 
-OWN_KEYS = ("save", "log_dir", *(key for key in PIPELINE_KEYS if key not in ("load", "iteration", "finetune", "lora")))
-"""Configuration keys that the sweep sets itself."""
+OWN_KEYS = ("save", "log_dir")
+"""Configuration keys that the sweep sets itself; in a chain, those of pipelines too."""
 _LONGEST_NAME = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -134,15 +135,19 @@ def read_sweep(place: str | Path) -> Sweep:
         problems.add("save_root", f"{root}: is a file; name a folder")
     pipeline = read_pipeline(find_pipeline(file.parent / with_home(keys.pipeline))) if keys.pipeline else None
     cells = _cells(root, variants, pipeline, origins, problems)
+    base = tuple(_base_files(file.parent, keys.base, problems))
     problems.raise_if_any()
-    return Sweep(file, root, keys, tuple(_base_files(file.parent, keys.base)), pipeline, cells)
+    return Sweep(file, root, keys, base, pipeline, cells)
 
 
-def _base_files(folder: Path, names: Sequence[str]) -> Iterator[str]:
+def _base_files(folder: Path, names: Sequence[str], problems: ErrorCollector) -> Iterator[str]:
     """Yields the paths of configuration files, which may be presets."""
-    for name in names:
-        [path], _ = files_of([str(folder / with_home(name))])
-        yield path if Path(path).is_file() else files_of([name], folder=None, preset_root=install_root())[0][0]
+    with contextlib.chdir(folder):
+        paths, _ = files_of([str(with_home(name)) for name in names], preset_root=install_root())
+    for i, path in enumerate(paths):
+        if not (folder / path).is_file():
+            problems.add(f"base.{i}", f"{folder / path}: no such file, and no preset has this name")
+        yield str(folder / path)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ def _cells(
     cells: dict[str, Cell] = {}
     for variant in variants:
         for key, place in variant.places.items():
-            if key.rpartition(".")[2] in OWN_KEYS:
+            if _without_stage(key, stages) in (OWN_KEYS if pipeline is None else PIPELINE_KEYS):
                 problems.add(place, "the sweep sets this key itself; remove it")
         values = {"run": variant.name} if has_names else {}
         values |= {column: variant.settings[key] for key, column in columns.items() if key in variant.settings}

@@ -229,8 +229,10 @@ class LinkWork:
             try:
                 self._begin()
             except UserError as problem:
+                for line in str(problem).splitlines():
+                    self.say(f"error: {line}")
                 self._note(status=FAILED, reason=str(problem).splitlines()[0], end_time=time.time())
-                raise
+                return 1
             processes = Processes(self.cwd, lock, lambda: None)
             with processes.signals_passed_on():
                 return self._train(processes, launcher)

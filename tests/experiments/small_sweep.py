@@ -25,9 +25,9 @@ class Done(NamedTuple):
     err: str
 
 
-def write_sweep(folder: Path, base: Mapping[str, Any] | None = None, **keys: Any) -> Path:
-    """Writes base.yml and sweep.yml. Returns the path of sweep.yml."""
-    (folder / "base.yml").write_text(yaml.safe_dump(config(LLAMA, ADAMW, RUN, base or {})))
+def write_sweep(folder: Path, model: Mapping[str, Any] | None = None, /, **keys: Any) -> Path:
+    """Writes base.yml, with the keys of `model`, and sweep.yml. Returns the path of sweep.yml."""
+    (folder / "base.yml").write_text(yaml.safe_dump(config(LLAMA, ADAMW, RUN, model or {})))
     content = {"base": ["base.yml"], **({} if "runs" in keys else {"grid": GRID}), **keys}
     (folder / "sweep.yml").write_text(yaml.safe_dump(content, sort_keys=False))
     return folder / "sweep.yml"

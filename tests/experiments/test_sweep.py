@@ -91,6 +91,7 @@ def test_cells_share_the_runs_in_which_they_agree(tmp_path):
         ({"runs": [{"seed": 1}], "grid": {"seed": [1]}}, "sweep.yml:4: runs.0.seed"),
         ({"runs": [{"name": "a/b", "seed": 1}]}, "sweep.yml:4: runs.0.name"),
         ({"pipeline": "p"}, "sweep.yml:1: base"),
+        ({"base": ["base.yml", "none"]}, "sweep.yml:3: base.1"),
         ({"price": 2.0}, "sweep.yml:7: price"),
         ({"parallel": 0}, "sweep.yml:7: parallel"),
     ],
