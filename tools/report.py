@@ -5,8 +5,8 @@ samples.
     python tools/report.py checkpoints/a/logs --html a.html    # a run's log folder, or its metrics.jsonl
     python tools/report.py checkpoints/a checkpoints/b         # both runs in full, in ./report.html
 
-`python deepy.py compare` shows only the differences of runs. The page needs no network access. With `report: true` in its configuration, a run writes its report when it
-ends."""  # noqa: W505 (lines to copy)
+`python deepy.py compare` shows only the differences of runs. The page needs no network access. With
+`report: true` in its configuration, a run writes its report when it ends."""  # noqa: W505 (lines to copy)
 
 import argparse
 import sys

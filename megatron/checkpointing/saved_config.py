@@ -38,7 +38,7 @@ def load_checkpoint_args(
         )
     facts = describe_checkpoint(path)
     overrides = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
-    files = list(config_files)
+    files: list[Path] = [Path(file) for file in config_files]
     if not files and manifest is not None and manifest.config:
         return NeoXArgs.from_dict({**manifest.config, **overrides}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))

@@ -1,11 +1,13 @@
 """Tells of which documents, in which files, a sample of a dataset of texts is made."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A part of a document in a sample.
 
     source: index of the dataset among those that are blended; 0 for a single one. file: of the document's

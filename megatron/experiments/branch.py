@@ -9,7 +9,8 @@ import yaml
 
 from megatron.checkpointing import OpenCheckpoint, describe_changes, list_checkpoints
 from megatron.data import data_fingerprint, order_keys
-from megatron.experiments.lineage import BranchError, Parent, ancestors, read_parent, read_record, split_source
+from megatron.experiments.errors import RunError
+from megatron.experiments.lineage import Parent, ancestors, read_parent, read_record, split_source
 from megatron.experiments.mix import planned_mix
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.addresses import without_secrets_inside
@@ -85,32 +86,30 @@ def plan_branch(source: str, assignments: Assignments) -> Branch:
         args = load_assignments([save / CONFIG], start)
         return Branch(args, save, [*_family_lines(record), *_resume_lines(save)])
     if record is None and list_checkpoints(save):
-        raise BranchError(f"{save}: holds checkpoints of a run that is no branch; name another save")
+        raise RunError(f"{save}: holds checkpoints of a run that is no branch; name another save")
     return _new_branch(read_parent(run, step), save, new, start, settings)
 
 
 def _save_of(new: Assignments, run: Path) -> Path:
-    """Returns the folder of a branch. Raises BranchError unless it is another one than its parent's."""
+    """Returns the folder of a branch. Raises RunError unless it is another one than its parent's."""
     problems = [f"{origin}: {path}: the checkpoint is named by RUN@STEP; remove it" for path, _, origin in new
                 if path in _FIXED]  # fmt: skip
     if problems:
-        raise BranchError("; ".join(problems))
+        raise RunError("; ".join(problems))
     saves = [(value, origin) for path, value, origin in new if path == "save"]
     if not saves or saves[-1][0] is None:
-        raise BranchError("a branch has a folder of its own: write save: FOLDER into its file, or --set save=FOLDER")
+        raise RunError("a branch has a folder of its own: write save: FOLDER into its file, or --set save=FOLDER")
     value, origin = saves[-1]
     if not isinstance(value, str) or is_remote(value):
-        raise BranchError(f"{origin}: save: {value}: expected a folder of this machine")
+        raise RunError(f"{origin}: save: {value}: expected a folder of this machine")
     save = with_home(value)
     if save.resolve().is_relative_to(run):
-        raise BranchError(
-            f"{origin}: save: {value} is the folder of the parent, {run}, or lies in it; name another one"
-        )
+        raise RunError(f"{origin}: save: {value} is the folder of the parent, {run}, or lies in it; name another one")
     return save
 
 
 def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None, settings: Mapping[str, Any]) -> bool:
-    """Returns whether `save` holds this branch. Raises BranchError if it holds another one that has begun."""
+    """Returns whether `save` holds this branch. Raises RunError if it holds another one that has begun."""
     old = f"step {record['iteration']} of {record['run']}"
     if Path(record["run"]) != run or step not in (None, record["iteration"]):
         difference = f"holds a branch from {old}; name another save"
@@ -123,7 +122,7 @@ def _is_begun(save: Path, record: Mapping[str, Any], run: Path, step: int | None
         difference = f"its branch was begun with another {', '.join(changed) or CONFIG}; type the command as then, "
         difference += f"edit {save / CONFIG} and start it with train.py, or name another save"
     if list_checkpoints(save):
-        raise BranchError(f"{save}: {difference}")
+        raise RunError(f"{save}: {difference}")
     return False
 
 
@@ -254,7 +253,7 @@ class _Choice:
         inherited = _origin(self.parent)
         if manifest.data["order"].get("train_epochs") and new.train_epochs is None and new.train_iters is not None:
             if new.origin("train_iters") == inherited:
-                raise BranchError(
+                raise RunError(
                     "the parent counted passes over its data: set train_epochs to those of the branch, the parent's "
                     "included, or train_iters to read data from sample 0"
                 )
@@ -270,7 +269,7 @@ class _Choice:
         set_keys = {key for key in new.user_values if new.origin(key) != inherited}
         if same_seed and not set_keys & {change.key.partition(".")[0] for change in changes}:
             text = describe_changes(changes, new, str(self.parent.checkpoint))
-            raise BranchError(f"{text}; restore the files, or give the branch other paths for data from sample 0")
+            raise RunError(f"{text}; restore the files, or give the branch other paths for data from sample 0")
         mix = planned_mix(self.old, new, manifest)
         if mix is not None:
             self.data, self.keys = "replanned", {**self.keys, **mix.keys}
@@ -315,7 +314,7 @@ class _Choice:
             self.keys["no_load_optim"] = True
             return f"fresh: {new_type} cannot use the state of {old_type}"
         if not self.parent.manifest.optimizer:
-            raise BranchError(
+            raise RunError(
                 f"{self.parent.checkpoint}: holds no optimizer state; set no_load_optim: true for a fresh optimizer, "
                 "or finetune: true to begin at iteration 0"
             )

@@ -8,7 +8,8 @@ from typing import TextIO
 
 from megatron.data.files import replace_text, write_json
 from megatron.experiments.branch import CONFIG, Branch, plan_branch
-from megatron.experiments.lineage import PARENT_FILE, BranchError, tree_lines, words_of
+from megatron.experiments.errors import RunError
+from megatron.experiments.lineage import PARENT_FILE, tree_lines, words_of
 from megatron.neox_arguments import UserError
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.reading.command_line import DeepyCommand, parse_branch
@@ -41,7 +42,7 @@ def main(argv: Sequence[str], preset_root: Path, carry_out: Callable[[DeepyComma
             print("\n".join(tree_lines(with_home(words.tree))))
             return 0
         if not words.source:
-            raise BranchError("name the checkpoint from which the branch begins: RUN@STEP")
+            raise RunError("name the checkpoint from which the branch begins: RUN@STEP")
         branch = plan_branch(words.source, words.assignments)
         branch.args.check_training()
         command = words.command(preset_root / "train.py", branch.save / CONFIG, branch.args)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str], preset_root: Path, carry_out: Callable[[DeepyComma
     except OSError as problem:  # a file or folder cannot be read or written
         if problem.filename is None:
             raise
-        sys.stderr.write(BranchError(f"{problem.filename}: {problem.strerror}").error_lines(_COMMAND))
+        sys.stderr.write(RunError(f"{problem.filename}: {problem.strerror}").error_lines(_COMMAND))
     return 1
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from megatron.data.files import sync, temporary, write_json
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.run import Run
 from megatron.experiments.run_data import RunData
 from megatron.process import look_for_stop
@@ -34,10 +34,10 @@ _RECORDS = 1 << 16  # written at once
 def write_order(run: Run, output: Path, last: int | None, bar: ProgressBar) -> int:
     """Writes the data order of steps 1 to `last` (None: the run's planned end); returns the number of steps.
 
-    output: a `.npy` or `.jsonl` file, which appears when it is complete. Raises ExperimentError for others.
+    output: a `.npy` or `.jsonl` file, which appears when it is complete. Raises RunError for others.
     """
     if output.suffix not in (".npy", ".jsonl"):
-        raise ExperimentError(f"--output {output}: expected a name that ends in .npy or .jsonl; give one")
+        raise RunError(f"--output {output}: expected a name that ends in .npy or .jsonl; give one")
     last = run.spans[-1].last if last is None else last
     data = run.data(last)
     rows = _rows(data, last, bar)

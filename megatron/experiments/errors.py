@@ -3,8 +3,5 @@
 from megatron.neox_arguments import UserError
 
 
-class ExperimentError(UserError):
-    """A run, or a variant of one, cannot be read or started. The message names the run or file, and what to do."""
-
-
-SweepError = ExperimentError
+class RunError(UserError):
+    """A run, or a variant of it, cannot be read or started. The message names it, and what to do."""

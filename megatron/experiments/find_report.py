@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.find_text import TextSearch
 from megatron.experiments.run import Run
 from megatron.experiments.sightings import sightings
@@ -20,7 +20,7 @@ def find_text(run: Run, text: str, limit: int, logger: logging.Logger) -> dict[s
     """
     last = run.last_step
     if last < 1:
-        raise ExperimentError(f"{run.path}: has taken no step yet, so it has read nothing")
+        raise RunError(f"{run.path}: has taken no step yet, so it has read nothing")
     data = run.data(last)
     search, is_complete = TextSearch(text, data.tokenizer), True
     places: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 
@@ -40,9 +40,9 @@ class TextSearch:
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
-        """Raises ExperimentError for an empty text."""
+        """Raises RunError for an empty text."""
         if not text:
-            raise ExperimentError('--find "": expected a text; give one')
+            raise RunError('--find "": expected a text; give one')
         self.text, self._tokenizer = text, tokenizer
         self.ids, self.spaced_ids = tokenizer.tokenize_bare(text), tokenizer.tokenize_bare(f" {text}")
         self._reach = len(text.encode())  # the most tokens with a part of the text

@@ -6,19 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpointing import CheckpointError, Manifest, find_checkpoint, list_checkpoints, read_manifest
+from megatron.checkpointing import Manifest, find_checkpoint, list_checkpoints, read_manifest
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.data.files import sha256
+from megatron.experiments.errors import RunError
 from megatron.neox_arguments.values.integers import parse_integer
 from megatron.neox_arguments.values.json_text import parse_json
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 PARENT_FILE = "parent.json"  # in the `save` of a branch
 LATEST_STEP = "latest"
-
-
-class BranchError(CheckpointError):
-    """Raised for a branch that cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +34,17 @@ class Parent:
 
 
 def split_source(source: str) -> tuple[Path, int | None]:
-    """Returns (folder of checkpoints, step) of RUN@STEP; None for the step `latest`. Raises BranchError."""
+    """Returns (folder of checkpoints, step) of RUN@STEP; None for the step `latest`. Raises RunError."""
     name, separator, step = source.rpartition("@")
     if is_remote(name or step):
-        raise BranchError(f"{source}: is remote; copy the checkpoint to a folder of this machine first")
+        raise RunError(f"{source}: is remote; copy the checkpoint to a folder of this machine first")
     run = Path(name if separator else source)
     if not run.is_dir():
-        raise BranchError(f"{run}: no such folder; name a run's folder of checkpoints (save) and a step: RUN@STEP")
+        raise RunError(f"{run}: no such folder; name a run's folder of checkpoints (save) and a step: RUN@STEP")
     number = parse_integer(step)
     if not separator or number is None and step != LATEST_STEP:
         steps = ", ".join(path.name.removeprefix("global_step") for path in list_checkpoints(run)) or "none"
-        raise BranchError(f"{source}: name a step, as in {run}@{LATEST_STEP}; it holds: {steps}")
+        raise RunError(f"{source}: name a step, as in {run}@{LATEST_STEP}; it holds: {steps}")
     return run.resolve(), number
 
 
@@ -56,7 +53,7 @@ def read_parent(run: Path, step: int | None) -> Parent:
     checkpoint = find_checkpoint(run, step)
     manifest = read_manifest(checkpoint)
     if manifest is None or not manifest.config:
-        raise BranchError(
+        raise RunError(
             f"{checkpoint}: does not hold the configuration of its run, as GPT-NeoX's checkpoints; set load and "
             "iteration in a configuration of your own, and start it with train.py"
         )
@@ -64,7 +61,7 @@ def read_parent(run: Path, step: int | None) -> Parent:
 
 
 def read_record(save: Path) -> dict[str, Any] | None:
-    """Returns the content of a branch's parent.json; None if there is none. Raises BranchError if it is
+    """Returns the content of a branch's parent.json; None if there is none. Raises RunError if it is
     damaged."""
     file = save / PARENT_FILE
     if not file.is_file():
@@ -73,7 +70,7 @@ def read_record(save: Path) -> dict[str, Any] | None:
         record = parse_json(file.read_text(encoding="utf-8"))
         str(record["run"]), int(record["iteration"]), str(record["digest"]), dict(record["settings"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise BranchError(f"{file}: is damaged ({problem}); remove it, or name another save") from problem
+        raise RunError(f"{file}: is damaged ({problem}); remove it, or name another save") from problem
     return record
 
 
@@ -111,7 +108,7 @@ def tree_lines(run: Path) -> list[str]:
     run = run.resolve()
     family = _family_of(run)
     if family is None and not list_checkpoints(run):
-        raise BranchError(f"{run}: is no run: it holds neither checkpoints nor {PARENT_FILE}")
+        raise RunError(f"{run}: is no run: it holds neither checkpoints nor {PARENT_FILE}")
     chain = ancestors(family)
     families: dict[Path, Mapping[str, Any]] = {} if family is None else {run: family}
     for child, parent in zip(chain, chain[1:], strict=False):

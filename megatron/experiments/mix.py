@@ -8,7 +8,7 @@ from megatron.data import data_fingerprint, order_keys
 from megatron.data.blending import normalized
 from megatron.data.open_dataset import open_dataset
 from megatron.data.set_config import blend_weights
-from megatron.experiments.lineage import BranchError
+from megatron.experiments.errors import RunError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.losses import sample_kind
@@ -28,13 +28,13 @@ def planned_mix(old: NeoXArgs, new: NeoXArgs, manifest: Manifest) -> Mix | None:
     """Returns the mix of a branch as a run would have planned it; None if no configuration could plan it.
 
     old, new: the configurations of parent and branch. Raises ConfigError if the branch has a schedule of
-    weights that is not the parent's up to its step, BranchError if files of the parent have changed.
+    weights that is not the parent's up to its step, RunError if files of the parent have changed.
     """
     if not _is_blend_of_texts(old, new, manifest):
         return None
     changed_files = data_changes(old, manifest, data_fingerprint(old), {}, validation=False)
     if changed_files:
-        raise BranchError(f"{describe_changes(changed_files, old, 'the parent')}; restore the files that it has read")
+        raise RunError(f"{describe_changes(changed_files, old, 'the parent')}; restore the files that it has read")
     step = manifest.iteration
     past = list(old.train_data_paths or ())
     phases = _phases(old)

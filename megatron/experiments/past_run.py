@@ -11,7 +11,7 @@ from megatron.checkpointing import Manifest, list_checkpoints, read_manifest
 from megatron.checkpointing.huggingface import is_hf
 from megatron.checkpointing.layout import step_of
 from megatron.checkpointing.saved_config import checkpoint_args
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.run_folder import RunFolder, open_run
 
@@ -55,10 +55,10 @@ class PastRun:
         """
         folder = open_run(path)
         if folder.save is None:
-            raise ExperimentError(f"{path}: the checkpoints of this run are not here; give its `save`, a local folder")
+            raise RunError(f"{path}: the checkpoints of this run are not here; give its `save`, a local folder")
         run = cls(folder.save, folder)
         if not run.checkpoints:
-            raise ExperimentError(f"{run.path}: holds no checkpoint, so the run's configuration is unknown; save one")
+            raise RunError(f"{run.path}: holds no checkpoint, so the run's configuration is unknown; save one")
         return run
 
     @cached_property
@@ -86,13 +86,13 @@ class PastRun:
         return max(logged, *self.checkpoints)
 
     def manifest(self, step: int) -> Manifest:
-        """Returns the manifest of the checkpoint of `step`. Raises ExperimentError if no run wrote it."""
+        """Returns the manifest of the checkpoint of `step`. Raises RunError if no run wrote it."""
         manifest = self._manifests.get(step)
         if manifest is None:
             manifest = self._manifests[step] = read_manifest(self.checkpoints[step])  # type: ignore[assignment]
         if manifest is None or not manifest.data:
             reason = "was written by a conversion or by GPT-NeoX, so it has no record of a run and its data"
-            raise ExperimentError(f"{self.checkpoints[step]}: {reason}; give a folder in which a run has saved")
+            raise RunError(f"{self.checkpoints[step]}: {reason}; give a folder in which a run has saved")
         return manifest
 
     @cached_property
@@ -117,7 +117,7 @@ class PastRun:
         """The steps of the run up to its planned end, by configuration and batch size.
 
         A process that takes a step saves the next checkpoint, so that one has the step's configuration.
-        Raises ExperimentError if checkpoints do not say which samples the steps between them have read.
+        Raises RunError if checkpoints do not say which samples the steps between them have read.
         """
         spans: list[Span] = []
         step, consumed = self._steps_of_others(), 0
@@ -126,7 +126,7 @@ class PastRun:
             if not spans and step:
                 consumed = manifest.consumed_samples - (checkpoint - step) * batch
             if manifest.consumed_samples != consumed + (checkpoint - step) * batch:
-                raise ExperimentError(
+                raise RunError(
                     f"{self.checkpoints[checkpoint]}: its run had read {manifest.consumed_samples} samples, which are "
                     f"not the {consumed} of step {step} and {checkpoint - step} steps of train_batch_size {batch}; a "
                     "checkpoint at which the batch changed was deleted, or these steps were another run's"
@@ -150,7 +150,7 @@ class PastRun:
         return max(0, logged - args.log_interval)
 
     def span_of(self, step: int) -> Span:
-        """Returns the span that has a step. Raises ExperimentError for a step that the run does not have."""
+        """Returns the span that has a step. Raises RunError for a step that the run does not have."""
         spans = self.spans
         if not spans or not spans[0].start <= step <= spans[-1].last:
             steps = f"its steps are {spans[0].start} to {spans[-1].last}" if spans else "it has none"
@@ -159,17 +159,17 @@ class PastRun:
                 if spans and spans[0].start > 1
                 else ""
             )
-            raise ExperimentError(f"{self.path}: has no step {step}: {steps}{parent}")
+            raise RunError(f"{self.path}: has no step {step}: {steps}{parent}")
         return spans[bisect_left(spans, step, key=lambda span: span.last)]
 
     def weights_before(self, step: int) -> int:
         """Returns the last checkpoint before a step: step N-1, or an earlier one.
 
-        Raises ExperimentError if there is none.
+        Raises RunError if there is none.
         """
         earlier = [saved for saved in self.checkpoints if saved < step]
         if not earlier:
-            raise ExperimentError(
+            raise RunError(
                 f"{self.path}: no checkpoint from before step {step}, the first is {min(self.checkpoints)}; give "
                 "--checkpoint, or save more of them next time (extra_save_iters: [0] for the weights of the start)"
             )

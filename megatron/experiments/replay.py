@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpointing.layout import is_tag, step_of
 from megatron.distributed import Process, run_on_all_ranks
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.run import Run
 from megatron.experiments.run_data import (
     ONE_RANK,
@@ -97,17 +97,17 @@ def token_losses(run: Run, step: int, process: Process, checkpoint: str | None =
 
 
 def _weights(run: Run, step: int, checkpoint: str | None) -> tuple[Path, int]:
-    """Returns (folder of checkpoints, step of the chosen one). Raises ExperimentError if there is none."""
+    """Returns (folder of checkpoints, step of the chosen one). Raises RunError if there is none."""
     if checkpoint is None:
         return run.path, run.weights_before(step)
     if checkpoint.isdecimal():
         if int(checkpoint) not in run.checkpoints:
             saved = ", ".join(map(str, run.checkpoints))
-            raise ExperimentError(f"--checkpoint {checkpoint}: {run.path} holds the steps {saved}; take one of them")
+            raise RunError(f"--checkpoint {checkpoint}: {run.path} holds the steps {saved}; take one of them")
         return run.path, int(checkpoint)
     path = Path(checkpoint)
     if not path.is_dir() or not is_tag(path.name):
-        raise ExperimentError(f"--checkpoint {checkpoint}: is neither a step nor a folder global_stepN; give one")
+        raise RunError(f"--checkpoint {checkpoint}: is neither a step nor a folder global_stepN; give one")
     return path.parent, step_of(path)
 
 

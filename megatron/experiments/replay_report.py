@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.replay import TokenLosses
 from megatron.experiments.run_data import Row, RunData
 from megatron.neox_arguments import NeoXArgs
@@ -91,7 +91,7 @@ def step_lines(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def check_rank(args: NeoXArgs, rank: int | None) -> None:
-    """Raises ExperimentError if a step has no data-parallel rank of this number."""
+    """Raises RunError if a step has no data-parallel rank of this number."""
     if rank is not None and not 0 <= rank < args.data_parallel_size:
         last = args.data_parallel_size - 1
-        raise ExperimentError(f"--rank {rank}: the step was read by data-parallel ranks 0 to {last}; give one of them")
+        raise RunError(f"--rank {rank}: the step was read by data-parallel ranks 0 to {last}; give one of them")

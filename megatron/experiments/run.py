@@ -7,7 +7,7 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.past_run import PastRun
 
 if TYPE_CHECKING:
@@ -48,5 +48,5 @@ class Run(PastRun):
         step = max(self.checkpoints) if step is None else step
         if step not in self.checkpoints:
             saved = ", ".join(map(str, self.checkpoints))
-            raise ExperimentError(f"{self.path}: no checkpoint of step {step}; it holds steps {saved}")
+            raise RunError(f"{self.path}: no checkpoint of step {step}; it holds steps {saved}")
         return load_token_model(self.path, step, device, logging.getLogger("megatron.experiments"))

@@ -27,7 +27,7 @@ from megatron.data.packed_dataset import PackedDataset
 from megatron.data.provenance import Piece, pieces_of
 from megatron.data.run_datasets import WrappedSet
 from megatron.data.text_sets import text_samples_per_epoch
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.past_run import PastRun
 from megatron.generation.from_huggingface import tokenizer_keys
 from megatron.mpu import ParallelGroups
@@ -86,7 +86,7 @@ class RunData:
         end = (self.args.seq_length if length is None else length) + 1
         for piece in pieces_of(self.dataset, sample):
             if piece.place < end:
-                yield piece._replace(count=min(piece.count, end - piece.place))
+                yield replace(piece, count=min(piece.count, end - piece.place))
 
     def length(self, step: int) -> int:
         """Returns how many tokens of each sample a step reads as inputs."""
@@ -168,12 +168,12 @@ def with_epochs(args: NeoXArgs, manifest: Manifest) -> NeoXArgs:
 def open_data(run: PastRun, checkpoint: int) -> RunData:
     """Opens the training set of a run as it was laid out at a checkpoint, and checks that it is the same.
 
-    Raises ExperimentError if data files, tokenizer or order differ from the checkpoint's manifest, or if the
+    Raises RunError if data files, tokenizer or order differ from the checkpoint's manifest, or if the
     run does not train on texts.
     """
     args, manifest = run.args_at(checkpoint), run.manifest(checkpoint)
     if method_name(args) != "language_modelling":
-        raise ExperimentError(
+        raise RunError(
             f"{run.path}: train_impl is {args.train_impl} ({method_name(args)}); only the batches of next-token "
             "prediction on texts can be read again"
         )
@@ -202,7 +202,7 @@ def _check(
         check_same_run(args.replace(allow_changed_data=False), path, manifest, True, record, tokenizer)
     except CheckpointError as problem:
         text = str(problem).partition(";")[0]
-        raise ExperimentError(f"{text}; put back what the run had, or its batches cannot be read again") from problem
+        raise RunError(f"{text}; put back what the run had, or its batches cannot be read again") from problem
 
 
 def packed_members(dataset: SampleSet) -> tuple[PackedDataset, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.files import write_json
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.sweep_table import Row, metric_of
 
 Array = NDArray[np.float64]
@@ -85,29 +85,29 @@ def points_of(rows: Sequence[Row]) -> tuple[list[Point], str]:
 
 
 def refuse_unfit(points: Sequence[Point]) -> None:
-    """Raises SweepError if the points are too few, or too close, to determine the law."""
+    """Raises RunError if the points are too few, or too close, to determine the law."""
     if len(points) < _FEWEST:
-        raise SweepError(f"--fit scaling: {len(points)} cells have finished, and the fit needs {_FEWEST}; add runs")
+        raise RunError(f"--fit scaling: {len(points)} cells have finished, and the fit needs {_FEWEST}; add runs")
     for name, meaning, values in (
         ("N", "parameters", [point.n for point in points]),
         ("D", "tokens", [point.d for point in points]),
     ):
         if len(set(values)) < _FEWEST_VALUES or max(values) < _SMALLEST_RATIO * min(values):
-            raise SweepError(
+            raise RunError(
                 f"--fit scaling: the cells have {len(set(values))} values of {name} ({meaning}), from {min(values):,} "
                 f"to {max(values):,}; the fit needs {_FEWEST_VALUES}, the largest at least {_SMALLEST_RATIO:g} times "
                 "the smallest; vary it more"
             )
     correlation = np.corrcoef(np.log([point.n for point in points]), np.log([point.d for point in points]))[0, 1]
     if abs(correlation) > _LARGEST_CORRELATION:
-        raise SweepError(
+        raise RunError(
             f"--fit scaling: N and D vary together (correlation {correlation:.3f} of their logarithms), so that their "
             "effects cannot be told apart; train each size on several numbers of tokens"
         )
 
 
 def fit_scaling(points: Sequence[Point], resamples: int = _RESAMPLES) -> ScalingFit:
-    """Fits the law. Raises SweepError if the points cannot determine it.
+    """Fits the law. Raises RunError if the points cannot determine it.
 
     resamples: of the bootstrap, with a fixed seed.
     """

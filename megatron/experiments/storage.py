@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.neox_arguments import NeoXArgs
 
 _GIB = 2**30
@@ -50,7 +50,7 @@ def kept_checkpoints(args: NeoXArgs) -> int:
 
 
 def refuse_without_space(name: str, root: Path, runs: Sequence[tuple[Path, int]], min_free: float) -> None:
-    """Raises SweepError if the disk has less space than the runs still need, and `min_free` GiB besides.
+    """Raises RunError if the disk has less space than the runs still need, and `min_free` GiB besides.
 
     name: of the run that is to start. root: folder of the sweep.
     runs: (folder, estimated bytes) of this run and of those that run already.
@@ -58,7 +58,7 @@ def refuse_without_space(name: str, root: Path, runs: Sequence[tuple[Path, int]]
     needed_bytes = sum(max(0, size - _bytes_below(folder)) for folder, size in runs)
     free = shutil.disk_usage(root).free
     if free < needed_bytes + min_free * _GIB:
-        raise SweepError(
+        raise RunError(
             f"{name}: not started: {root} has {free / _GIB:.3g} GiB free, but checkpoints need "
             f"{needed_bytes / _GIB:.3g} GiB more, and min_free keeps {min_free:g} GiB; free space, or lower "
             "keep_last_n_checkpoints or min_free"

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.scaling import fit_scaling, points_of, write_fit
 from megatron.experiments.sweep_cost import cost_lines
 from megatron.experiments.sweep_file import Link, Sweep, read_sweep
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         if problem.filename is None:
             raise
         message = f"{problem.filename}: {problem.strerror}; free space, or allow access to the file; then run again"
-        say(SweepError(message).error_lines(_COMMAND).rstrip("\n"))
+        say(RunError(message).error_lines(_COMMAND).rstrip("\n"))
         return 1
 
 
@@ -97,7 +97,7 @@ def _say(line: str) -> None:
 def _cwd(options: argparse.Namespace) -> Path:
     folder = with_home(options.cwd).absolute()
     if not folder.is_dir():
-        raise SweepError(f"--cwd {options.cwd}: no such folder")
+        raise RunError(f"--cwd {options.cwd}: no such folder")
     return folder
 
 
@@ -121,11 +121,11 @@ def _run(options: argparse.Namespace, sweep: Sweep) -> int:
         link = next((link for link in sweep.links if link.name == options.only), None)
         if link is None:
             names = ", ".join(link.name for link in sweep.links)
-            raise SweepError(f"--only {options.only}: no such run; the runs are {names}")
+            raise RunError(f"--only {options.only}: no such run; the runs are {names}")
         outlive_readers()
         return _work(sweep, link, cwd).do(options.launcher)
     if options.launcher is not None:
-        raise SweepError("--launcher: goes with --only; for a sweep on a cluster, use `submit`")
+        raise RunError("--launcher: goes with --only; for a sweep on a cluster, use `submit`")
     check_runs(sweep, cwd)
     if options.dry_run:
         return _dry_run(sweep, cwd)

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megatron.data.files import replace_text, sha256, write_json
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.storage import checkpoint_bytes, refuse_without_space
 from megatron.experiments.sweep_file import Link, Sweep
 from megatron.launch import install_root
@@ -60,14 +60,14 @@ class LinkRecord:
 
 
 def read_record(link: Link) -> LinkRecord:
-    """Returns the record of a run, as it was written last. Raises SweepError if it cannot be read."""
+    """Returns the record of a run, as it was written last. Raises RunError if it cannot be read."""
     path = link.folder / RECORD
     if not path.is_file():
         return LinkRecord()
     try:
         return LinkRecord(**read_object(path))
     except (OSError, ValueError, TypeError) as problem:
-        raise SweepError(f"{path}: cannot be read ({problem}); remove the file, and the run goes on") from None
+        raise RunError(f"{path}: cannot be read ({problem}); remove the file, and the run goes on") from None
 
 
 def state_of(link: Link) -> str:
@@ -215,7 +215,7 @@ class LinkWork:
     def do(self, launcher: str | None = None) -> int:
         """Trains the run to its end, unless it has finished. Returns the exit code.
 
-        Raises SweepError if another process does it, or its folder holds what it cannot go on with.
+        Raises RunError if another process does it, or its folder holds what it cannot go on with.
         """
         self.link.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.link.folder, self.say, LOCK) as lock:
@@ -223,9 +223,7 @@ class LinkWork:
                 self.say("finished earlier, skipped")
                 return 0
             if self.link.parent is not None and not replace(self, link=self.link.parent).is_done():
-                raise SweepError(
-                    f"{self.link.name}: needs {self.link.parent.name}, which has not finished; run it first"
-                )
+                raise RunError(f"{self.link.name}: needs {self.link.parent.name}, which has not finished; run it first")
             try:
                 self._begin()
             except UserError as problem:
@@ -242,7 +240,7 @@ class LinkWork:
         link, record, inputs = self.link, read_record(self.link), self.inputs()
         has_results = link.output.status() or (link.folder / STATE).exists()
         if not record.inputs and has_results:
-            raise SweepError(f"{link.folder}: holds a run that this sweep did not start; move it away")
+            raise RunError(f"{link.folder}: holds a run that this sweep did not start; move it away")
         differences = self._differences(record, inputs) if record.inputs else []
         # In a chain, the pipeline in the folder moves results of other settings, but not those of other code.
         if differences and (link.stage is None or "code" in differences):

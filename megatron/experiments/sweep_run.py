@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.sweep_file import Link, Sweep
 from megatron.experiments.sweep_link import REFUSED, LinkWork, read_record
 from megatron.launch import install_root
@@ -41,13 +41,13 @@ def check_runs(sweep: Sweep, cwd: Path) -> None:
 def device_shares(parallel: int, env: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the variables that give each of `parallel` runs its share of this machine's GPUs.
 
-    Raises SweepError if there are fewer GPUs than runs."""
+    Raises RunError if there are fewer GPUs than runs."""
     gpus = visible_gpus(env)
     if parallel == 1 or not gpus:
         return [{} for _ in range(parallel)]
     count = len(gpus) // parallel
     if count == 0:
-        raise SweepError(f"parallel: {parallel} runs at a time need as many GPUs, here are {len(gpus)}; lower parallel")
+        raise RunError(f"parallel: {parallel} runs at a time need as many GPUs, here are {len(gpus)}; lower parallel")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * count : (i + 1) * count])} for i in range(parallel)]
 
 

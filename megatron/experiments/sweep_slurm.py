@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.data.files import write_json
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.sweep_file import Link, Sweep
 from megatron.launch import install_root
 from megatron.launch.site import site_variables
@@ -27,13 +27,13 @@ def submit(
     cwd: folder to which relative paths in configurations refer.
     sbatch_options: with priority over the key `slurm`.
 
-    Raises SweepError if Slurm refuses a job. Jobs submitted before stay: the same command submits the others.
+    Raises RunError if Slurm refuses a job. Jobs submitted before stay: the same command submits the others.
     """
     slurm = Slurm(site_variables(os.environ), say)
     if not slurm.is_here:
-        raise SweepError("submit: this machine has no Slurm (scontrol); use `run` to train here")
+        raise RunError("submit: this machine has no Slurm (scontrol); use `run` to train here")
     if not (install_root() / BATCH).is_file():
-        raise SweepError(f"submit: {install_root() / BATCH} is missing; run the command from a clone of the repository")
+        raise RunError(f"submit: {install_root() / BATCH} is missing; run the command from a clone of the repository")
     jobs = _read_jobs(sweep)
     active = set(_states(jobs, slurm))
     for link in links:
@@ -42,14 +42,12 @@ def submit(
             continue
         parent = jobs[link.parent.name] if link.parent is not None and link.parent.name in active else None
         if link.parent is not None and parent is None and link.parent in links:
-            raise SweepError(f"{link.name}: the job of {link.parent.name} has ended early; type the command again")
+            raise RunError(f"{link.name}: the job of {link.parent.name} has ended early; type the command again")
         link.folder.mkdir(parents=True, exist_ok=True)
         words = _words(sweep, link, cwd, sbatch_options, parent)
         done = subprocess.run(words, cwd=install_root(), capture_output=True, text=True)
         if done.returncode:
-            raise SweepError(
-                f"{shlex.join(words)}: {done.stderr.strip()}; type the command again to submit what is left"
-            )
+            raise RunError(f"{shlex.join(words)}: {done.stderr.strip()}; type the command again to submit what is left")
         jobs[link.name] = done.stdout.strip().partition(";")[0]
         active.add(link.name)
         write_json(sweep.root / JOBS, jobs)  # after each, so that a job is never submitted twice
@@ -70,11 +68,11 @@ def _words(sweep: Sweep, link: Link, cwd: Path, options: Sequence[str], parent: 
 
 
 def refuse_active_jobs(sweep: Sweep, say: Callable[[str], None]) -> None:
-    """Raises SweepError if Slurm jobs of the sweep wait or run."""
+    """Raises RunError if Slurm jobs of the sweep wait or run."""
     if active := jobs_now(sweep, say):
         numbers = [_read_jobs(sweep)[name] for name in active]
         ending = f"scancel {' '.join(numbers)}"
-        raise SweepError(f"jobs of this sweep wait or run: {', '.join(active)}; wait for them, or end them: {ending}")
+        raise RunError(f"jobs of this sweep wait or run: {', '.join(active)}; wait for them, or end them: {ending}")
 
 
 def jobs_now(sweep: Sweep, say: Callable[[str], None]) -> dict[str, str]:
@@ -102,6 +100,4 @@ def _read_jobs(sweep: Sweep) -> dict[str, str]:
     try:
         return {str(name): str(number) for name, number in read_object(path).items()}
     except (OSError, ValueError) as problem:
-        raise SweepError(
-            f"{path}: cannot be read ({problem}); restore the file, which has the numbers of jobs"
-        ) from None
+        raise RunError(f"{path}: cannot be read ({problem}); restore the file, which has the numbers of jobs") from None

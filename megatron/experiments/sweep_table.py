@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.data.files import replace_text, write_json
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.sweep_file import Cell, Link, Sweep
 from megatron.experiments.sweep_link import FAILED, FINISHED, REFUSED, WAITING, read_record, state_of
 from megatron.operations.loss_plot import ordinary, read_curve
@@ -137,7 +137,7 @@ def write_results(sweep: Sweep, rows: Sequence[Row]) -> list[Path]:
             paths.append(sweep.root / PICTURE)
             draw_losses(sweep, rows, paths[-1])
     except OSError as problem:
-        raise SweepError(f"{problem.filename}: {problem.strerror}; free space, or allow writing there") from None
+        raise RunError(f"{problem.filename}: {problem.strerror}; free space, or allow writing there") from None
     return paths
 
 

@@ -16,7 +16,7 @@ from megatron import Run
 from megatron.data import DataState, IndexedDataset, build_datasets
 from megatron.experiments import find_text as text_search
 from megatron.experiments import sightings as sighting
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.find_report import find_text
 from megatron.experiments.find_text import Occurrence, TextSearch
 from megatron.experiments.past_run import Span
@@ -106,7 +106,7 @@ def test_weights_of_an_earlier_step_are_needed(saved: Path, tmp_path: Path) -> N
     shutil.copytree(saved / "logs", tmp_path / "logs")
     run = Run.load(tmp_path)
     assert run.span_of(2).samples(2) == range(8, 16)
-    with pytest.raises(ExperimentError, match="no checkpoint from before step 2, the first is 4"):
+    with pytest.raises(RunError, match="no checkpoint from before step 2, the first is 4"):
         run.weights_before(2)
 
 
@@ -157,7 +157,7 @@ def test_changed_data_is_refused(saved: Path, tmp_path: Path) -> None:
     run = Run.load(saved)
     manifest = run.manifest(4)
     run._manifests[4] = type(manifest)(**{**vars(manifest), "data": {**manifest.data, "consumed_sha256": "0"}})
-    with pytest.raises(ExperimentError, match="read"):
+    with pytest.raises(RunError, match="read"):
         run.batch(4)
     assert (saved / "global_step4" / "manifest.json").read_text() == text
 

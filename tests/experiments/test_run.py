@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron import Run
-from megatron.experiments.errors import ExperimentError
+from megatron.experiments.errors import RunError
 from megatron.experiments.find_text import Occurrence
 from megatron.experiments.past_run import Span
 from megatron.experiments.sightings import sightings
@@ -37,7 +37,7 @@ def test_a_run_is_read_from_its_folder(saved: Path) -> None:
     assert list(run.checkpoints) == [2, 4, 6] and run.last_step == 6
     assert run.spans == [Span(1, 2, 0, 8, 2), Span(3, 4, 16, 16, 4), Span(5, 6, 48, 16, 6)]
     assert run.span_of(3).samples(3) == range(16, 32)
-    with pytest.raises(ExperimentError, match="1 to 6"):
+    with pytest.raises(RunError, match="1 to 6"):
         run.span_of(7)
 
 
@@ -48,7 +48,7 @@ def test_steps_of_the_run_that_was_loaded_are_not_this_run_s(saved: Path, tmp_pa
     assert run.spans == [Span(3, 4, 16, 4, 4)]
     assert run.batch(3).tokens.tolist() == Run.load(saved).batch(3).tokens[:4].tolist()
     assert not any(row.step < 3 for rows in sightings(run.data(4), 0, [Occurrence(0, 0, 9)], 4) for row in rows)
-    with pytest.raises(ExperimentError, match="3 to 4; earlier ones are of the run"):
+    with pytest.raises(RunError, match="3 to 4; earlier ones are of the run"):
         run.span_of(2)
 
 
@@ -73,14 +73,14 @@ def test_a_model_gives_logits_of_the_checkpoint(saved: Path) -> None:
     weights = batch.loss_weights.flatten()
     loss = float((losses * weights).sum() / weights.sum())
     assert loss == pytest.approx(run.metrics[2]["train/lm_loss"], rel=0.05)  # the padded vocabulary counts there
-    with pytest.raises(ExperimentError, match="2, 4, 6"):
+    with pytest.raises(RunError, match="2, 4, 6"):
         run.model(3)
 
 
 def test_a_folder_without_a_run_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "metrics.jsonl").write_text("")
-    with pytest.raises(ExperimentError, match="no checkpoint"):
+    with pytest.raises(RunError, match="no checkpoint"):
         Run.load(tmp_path)
 
 

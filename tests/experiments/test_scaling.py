@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.scaling import Point, fit_scaling
 from tests.experiments.small_sweep import finish, in_process, write_sweep
 
@@ -65,7 +65,7 @@ def test_the_best_size_has_the_lowest_loss_of_its_compute():
     ],
 )
 def test_points_that_cannot_determine_the_law_are_refused(points, names):
-    with pytest.raises(SweepError, match=names):
+    with pytest.raises(RunError, match=names):
         fit_scaling(points)
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron.experiments import sweep_link, sweep_run
-from megatron.experiments.errors import SweepError
+from megatron.experiments.errors import RunError
 from megatron.experiments.storage import checkpoint_bytes, kept_checkpoints
 from megatron.experiments.sweep_cost import cost_lines
 from megatron.experiments.sweep_file import read_sweep
@@ -200,7 +200,7 @@ def test_runs_share_the_gpus_of_the_machine(monkeypatch):
     monkeypatch.setattr(sweep_run, "visible_gpus", lambda env: ["0", "1", "2", "3", "4"])
     assert device_shares(2, {}) == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert device_shares(1, {}) == [{}]
-    with pytest.raises(SweepError, match="parallel"):
+    with pytest.raises(RunError, match="parallel"):
         device_shares(6, {})
 
 

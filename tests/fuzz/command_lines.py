@@ -9,6 +9,7 @@ from hypothesis.strategies import DrawFn
 
 import deepy
 from megatron.launch import install_root
+from megatron.launch.command import DEEPY
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.command_line import parse_script
@@ -66,7 +67,7 @@ def _run(folder: Path) -> None:
         str(folder / word) if word == "hosts" else word for word in json.loads((folder / f"{script}.json").read_bytes())
     ]
     if script == "deepy":
-        if words[:1] and words[0] in deepy.__dict__.get("DEEPY", ("doctor", "pipeline", "plan", "finetune", "chat", "branch")):
+        if words[:1] and words[0] in DEEPY:
             words = words[1:]
         command(deepy.main, *words, "--dry-run")
     elif script == "train":

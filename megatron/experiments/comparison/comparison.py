@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.experiments.comparison.curves import AlignedCurve, Axis, ComparisonError, align, on_axis
+from megatron.experiments.comparison.curves import AlignedCurve, Axis, align, on_axis
 from megatron.experiments.comparison.scores import Score, ScoreDifference, differences, read_scores
+from megatron.experiments.errors import RunError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reports.config_dump import differing_values
@@ -92,10 +93,10 @@ def compare_runs(
     paths: for each run its `save`, log folder or metrics.jsonl. metrics: names or patterns of the curves; ():
         losses. folders: further folders with result files of eval.py. all_keys: count keys of places too.
 
-    Raises RunFolderError for a path without a run, ComparisonError if nothing can be compared.
+    Raises RunFolderError for a path without a run, RunError if nothing can be compared.
     """
     if len(paths) < 2:
-        raise ComparisonError(f"{paths[0]}: a comparison needs two runs or more; name another one")
+        raise RunError(f"{paths[0]}: a comparison needs two runs or more; name another one")
     runs = read_runs(paths)
     placed_runs = [on_axis(run, axis) for run in runs]
     scores = [read_scores(run, folders) for run in runs]
@@ -116,7 +117,7 @@ def compare_runs(
 def _metrics(runs: Sequence[Run], patterns: Sequence[str], has_scores: bool) -> list[str]:
     """Returns the metrics to compare: those that match `patterns`, and that at least two runs have logged.
 
-    Raises ComparisonError if there are none, unless the runs have common scores and `patterns` is empty."""
+    Raises RunError if there are none, unless the runs have common scores and `patterns` is empty."""
     common = _common_metrics(runs)
     for metric in patterns:
         if not any(fnmatchcase(name, metric) for name in common):
@@ -124,16 +125,14 @@ def _metrics(runs: Sequence[Run], patterns: Sequence[str], has_scores: bool) -> 
             logged = f"only {logging_runs[0]} has logged it" if logging_runs else "no run has logged it"
             similar = difflib.get_close_matches(metric, common, 3, 0.4) or common[:3]
             hint = f"; common ones are {', '.join(similar)}" if similar else "; they have no common metric"
-            raise ComparisonError(f"--metric {metric}: {logged}{hint}")
+            raise RunError(f"--metric {metric}: {logged}{hint}")
     chosen = [name for metric in patterns or LOSSES for name in common if fnmatchcase(name, metric)]
     if not chosen and not has_scores:
         empty = [str(run.folder.metrics_file) for run in runs if not run.series]
         if empty:
-            raise ComparisonError(f"{empty[0]}: has no metrics yet, and there are no common scores; compare it later")
+            raise RunError(f"{empty[0]}: has no metrics yet, and there are no common scores; compare it later")
         hint = f"name a metric that two of them have: --metric {common[0]}" if common else "they have no common metric"
-        raise ComparisonError(
-            f"{' and '.join(run.name for run in runs)}: no loss is logged by two of these runs; {hint}"
-        )
+        raise RunError(f"{' and '.join(run.name for run in runs)}: no loss is logged by two of these runs; {hint}")
     return list(dict.fromkeys(chosen))
 
 

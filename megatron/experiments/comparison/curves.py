@@ -6,15 +6,11 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.neox_arguments import UserError
+from megatron.experiments.errors import RunError
 from megatron.operations.report.run_data import Numbers, Run, Series
 
 Axis = Literal["step", "tokens", "flops"]
 POINTS = 6  # common points of a table
-
-
-class ComparisonError(UserError):
-    """Raised if runs cannot be compared. The message names the run or metric, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ def on_axis(run: Run, axis: Axis) -> Run:
     """Returns the run with the positions of all series on this axis in place of iterations.
 
     FLOPs are those of the model for each token, forward and backward, at the full sequence length. Points
-    without a number of tokens are left out. Raises ComparisonError if FLOPs are asked for, and the run's
+    without a number of tokens are left out. Raises RunError if FLOPs are asked for, and the run's
     configuration is unknown.
     """
     if axis == "step":
@@ -120,7 +116,7 @@ def _flops_per_token(run: Run) -> float:
     size = next((config["padded_vocab_size"] for config in configs if config.get("padded_vocab_size")), None)
     if run.args is None or size is None:
         missing = "checkpoint with the size of its vocabulary" if run.args is not None else "readable configuration"
-        raise ComparisonError(f"{run.name}: has no {missing}, so the FLOPs of a token are unknown; use --by tokens")
+        raise RunError(f"{run.name}: has no {missing}, so the FLOPs of a token are unknown; use --by tokens")
     from megatron.data import rows_per_sample  # these import torch
     from megatron.training.metrics.flops import model_flops
 

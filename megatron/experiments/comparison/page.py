@@ -8,8 +8,9 @@ import numpy as np
 
 from megatron.data.files import replace_text
 from megatron.experiments.comparison.comparison import Comparison
-from megatron.experiments.comparison.curves import Axis, ComparisonError
+from megatron.experiments.comparison.curves import Axis
 from megatron.experiments.comparison.tables import sections
+from megatron.experiments.errors import RunError
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.report.curves import plots_of
 from megatron.operations.report.page import embedded, require_bokeh
@@ -20,12 +21,12 @@ from megatron.process.text_tables import Table
 def write_page(comparison: Comparison, path: Path) -> None:
     """Writes the page.
 
-    Raises ReportError if bokeh is not installed, and ComparisonError if the page cannot be written."""
+    Raises ReportError if bokeh is not installed, and RunError if the page cannot be written."""
     text = _render(comparison)
     try:
         replace_text(with_home(path), text)
     except OSError as problem:
-        raise ComparisonError(f"--html {path}: {problem.strerror or problem}; name another file") from None
+        raise RunError(f"--html {path}: {problem.strerror or problem}; name another file") from None
 
 
 def _render(comparison: Comparison) -> str:
