@@ -29,7 +29,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
 @dataclass(frozen=True)
-class SweepKeys:
+class SweepFields:
     """The keys of sweep.yml."""
 
     base: tuple[str, ...] = new_key((), "Configuration files or presets of every run; relative to sweep.yml")
@@ -96,7 +96,7 @@ class Sweep:
 
     file: Path
     root: Path
-    keys: SweepKeys
+    keys: SweepFields
     configs: tuple[str, ...]
     pipeline: Pipeline | None
     cells: tuple[Cell, ...]
@@ -120,7 +120,7 @@ def read_sweep(place: str | Path) -> Sweep:
     origins: dict[str, str] = {}
     problems = ErrorCollector(origins)
     raw = read_declared(file, origins, problems)
-    keys = SweepKeys(**check_keys(SweepKeys, raw, problems))
+    keys = SweepFields(**check_keys(SweepFields, raw, problems))
     problems.raise_if_any()
     if bool(keys.base) == (keys.pipeline is not None):
         problems.add("base", "expected exactly one of base and pipeline; list configuration files, or name a pipeline")
@@ -159,7 +159,7 @@ class _Variant:
     places: Mapping[str, str]
 
 
-def _variants(keys: SweepKeys, problems: ErrorCollector) -> Iterator[_Variant]:
+def _variants(keys: SweepFields, problems: ErrorCollector) -> Iterator[_Variant]:
     """Yields every run of `runs` with every combination of `grid`."""
     grid = keys.grid or {}
     for key, values in grid.items():

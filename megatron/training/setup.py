@@ -247,7 +247,7 @@ def start(
     """
     logger = configure_logging(process.rank)
     user_args = configuration.frozen().check_training().for_world(process.world_size)
-    typed = user_args.public_values
+    user_values = user_args.public_values
     if engine is None and user_args.engine != "auto":  # `auto` may take the checkpoint's, which is read later
         engine = choose_engine(user_args).load()
     if engine is not None:
@@ -313,7 +313,8 @@ def start(
     stamps, files = on_rank_zero(groups, lambda: (data_stamps(args), data_fingerprint(args)))
     order = order_keys(args, epochs)
     values = args.public_values
-    settled = {key: typed.get(key) for key in {**typed, **values} if values.get(key) != typed.get(key)}
+    keys = {**user_values, **values}
+    settled = {key: user_values.get(key) for key in keys if values.get(key) != user_values.get(key)}
     parts = RunParts(
         args, method, groups, built, schedule, tokenizer, datasets, files, stamps, order, source, settled, logger
     )  # fmt: skip

@@ -212,6 +212,7 @@ def test_files_beside_the_weights_are_checked_too(damaged: Path, tmp_path: Path)
 OPENERS = {"OpenCheckpoint", "open_checkpoint", "open_base", "open_adapter", "open_with_base"}
 RAW = {"load_tensors", "torch.load", "safe_open"}
 HEADERS, JUST_WRITTEN = "names, dtypes and shapes alone", "what it has just written itself"
+SCHEDULE = "the schedule alone; the run of the branch reads the weights"
 COPIES = "tests/training/checkpoint/test_local_saves.py flips bits of a copy"
 # Who opens a checkpoint, and one of the readers above that goes through it.
 READER_OF_OPENER = {
@@ -237,6 +238,7 @@ READER_OF_OPENER = {
     "megatron/operations/hub/conversion.py convert": "upload, HuggingFace's",
     "megatron/training/checkpoint/local_saves.py LocalSaves": COPIES,
     "megatron/training/checkpoint/resume.py CheckpointLoader": "run: finetune",
+    "megatron/experiments/branch.py _Choice": SCHEDULE,
     "megatron/training/checkpoint/source.py _with_manifest": "run: finetune",
     "megatron/training/checkpoint/writer.py CheckpointWriter": "adapter.py export",
     "megatron/methods/distillation/teacher.py Teacher": "run: teacher",
@@ -278,4 +280,7 @@ def test_every_reader_of_checkpoints_is_here() -> None:
     """A new one gets a line in the tables, and stands among the readers that a flipped bit is put under."""
     assert set(calls_of(OPENERS)) == READER_OF_OPENER.keys()
     assert set(calls_of(RAW)) == RAW_READERS.keys()
-    assert set(READER_OF_OPENER.values()) - {HEADERS, JUST_WRITTEN, COPIES} <= READERS.keys() | ADAPTER_READERS.keys()
+    assert (
+        set(READER_OF_OPENER.values()) - {HEADERS, JUST_WRITTEN, SCHEDULE, COPIES}
+        <= READERS.keys() | ADAPTER_READERS.keys()
+    )

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deepy import main
-from megatron.checkpointing import CheckpointError, Manifest, read_manifest
+from megatron.checkpointing import Manifest, read_manifest
 from megatron.data import build_datasets, order_sha256
 from megatron.experiments.branch import Branch, plan_branch
 from megatron.experiments.branch_command import write_branch
@@ -205,12 +205,12 @@ def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None
     second_branch = branch(f"{base}@4", save, **{**DECAY, "min_lr": 1e-5})
     assert (first_branch.args.min_lr, second_branch.args.min_lr) == (0.0, 1e-5)
     shutil.copytree(base / "global_step5", save / "global_step5")
-    with pytest.raises(CheckpointError, match=f"{save}: .*another min_lr.*branch.yml"):
+    with pytest.raises(UserError, match=f"{save}: .*another min_lr.*branch.yml"):
         branch(f"{base}@4", save, **DECAY)
-    with pytest.raises(CheckpointError, match=f"{save}: holds a branch from step 4 of {base}"):
+    with pytest.raises(UserError, match=f"{save}: holds a branch from step 4 of {base}"):
         branch(f"{base}@2", save, **DECAY)
     (save / "parent.json").unlink()
-    with pytest.raises(CheckpointError, match=f"{save}: holds checkpoints of a run that is no branch"):
+    with pytest.raises(UserError, match=f"{save}: holds checkpoints of a run that is no branch"):
         branch(f"{base}@4", save, **DECAY)
 
 

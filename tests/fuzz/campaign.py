@@ -99,8 +99,8 @@ def judge(kind: Kind, case: Case, folder: Path) -> tuple[str, str]:
         line = long_name_error(refusal) if isinstance(refusal, OSError) else None
         if isinstance(refusal, OSError) and line is None:
             return _failure(refusal)
-        seen = refusal.error_lines("deepy.py") if isinstance(refusal, UserError) else str(refusal)
-        message, new = line or seen, [path for path in set(folder.rglob("*")) - names if _is_output(path)]
+        printed = refusal.error_lines("deepy.py") if isinstance(refusal, UserError) else str(refusal)
+        message, new = line or printed, [path for path in set(folder.rglob("*")) - names if _is_output(path)]
         if not (line or str(refusal)).strip() or len(message) > _MAX_MESSAGE or _OBJECT.search(message):
             return f"unclear message: {message[:80]!r}", "".join(traceback.format_exception(refusal))[-4000:]
         if new:

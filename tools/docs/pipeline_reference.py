@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.experiments.sweep_file import SweepKeys  # noqa: E402
+from megatron.experiments.sweep_file import SweepFields  # noqa: E402
 from megatron.neox_arguments.keys.declaration import Key, keys_of  # noqa: E402
 from megatron.pipelines.definition import PipelineKeys, Source, Stage  # noqa: E402
 from megatron.pipelines.gates import GateKeys, Requirement  # noqa: E402
@@ -21,7 +21,7 @@ TABLES: dict[str, dict[str, type]] = {
     "pipeline.md": {
         "pipeline": PipelineKeys, "stage": Stage, "source": Source, "gate": GateKeys, "requirement": Requirement,
     },
-    "experiments.md": {"sweep": SweepKeys},
+    "experiments.md": {"sweep": SweepFields},
 }  # fmt: skip
 """The declaration of each table, by page and name."""
 

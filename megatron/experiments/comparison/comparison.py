@@ -153,8 +153,10 @@ def _differences(runs: Sequence[Run], all_keys: bool) -> Differences | None:
         key for key in values
         if keys[name := key.partition(".")[0]].owner in _PLACE_OWNERS or name in _PLACE_KEYS
     ]  # fmt: skip
-    own = (args.load is None or _is_same_folder(args.load, args.save) or args.branched_from for args in configurations)
-    if all(own):  # of the run itself, to resume, or the parent of a branch, which has a line of its own
+    goes_on = (
+        args.load is None or _is_same_folder(args.load, args.save) or args.branched_from for args in configurations
+    )
+    if all(goes_on):  # of the run itself, to resume, or the parent of a branch, which has a line of its own
         places += [key for key in ("load", "iteration") if key in values]
     derived = [
         key for key in values
