@@ -19,9 +19,11 @@ import torch
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import CheckpointError, Manifest, load_tensors, read_manifest, verify
 from megatron.checkpointing.remote_staging import _locked
-from megatron.training import train
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import setup, train
 from megatron.training.builtin_callbacks.saving import SaveCallback
 from megatron.training.checkpoint.pieces import lock_folder
+from megatron.training.checkpoint.source import choose_source
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import change_file, losses, metrics, refused, stop_after, warnings_of
 from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, cells, config, output_of_run, run_to_end
@@ -253,6 +255,31 @@ def lock_after_a_kill(rank: int, world_size: int, save: str) -> None:
 
 def test_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
     run_ranks(lock_after_a_kill, 1, str(tmp_path), init=False)
+
+
+def lock_of_another_run(rank: int, world_size: int, values: dict[str, Any]) -> list[str]:
+    """For the pool: what another process gets that locks `save` while this one looks for a checkpoint."""
+    outcomes = []
+
+    def look(args: NeoXArgs) -> Any:
+        if (other := os.fork()) == 0:
+            try:
+                lock_folder(Path(values["save"]))
+            except CheckpointError:
+                os._exit(0)
+            os._exit(1)
+        outcomes.append("refused" if os.waitpid(other, 0)[1] == 0 else "locked")
+        return choose_source(args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "choose_source", look)
+        begin(values)
+    return outcomes
+
+
+def test_save_is_locked_before_a_checkpoint_is_looked_for(tmp_path: Path) -> None:
+    """Else another run could save and end meanwhile, and this one would begin at its first step all the same."""
+    assert run_ranks(lock_of_another_run, 1, values(tmp_path))[0] == ["refused"]
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
