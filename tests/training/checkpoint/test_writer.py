@@ -278,7 +278,7 @@ def lock_of_another_run(rank: int, world_size: int, values: dict[str, Any]) -> l
 
 
 def test_save_is_locked_before_a_checkpoint_is_looked_for(tmp_path: Path) -> None:
-    """Else another run could save and end meanwhile, and this one would begin at its first step all the same."""
+    """Else another run could save and end meanwhile, and this one would begin at step 0 all the same."""
     assert run_ranks(lock_of_another_run, 1, values(tmp_path))[0] == ["refused"]
 
 
