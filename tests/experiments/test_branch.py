@@ -197,6 +197,13 @@ def test_refusals(base: Path, tmp_path: Path, source: str, keys: dict[str, Any],
     assert "\n" not in str(refusal.value) and not list(tmp_path.iterdir())
 
 
+def test_settled_values_are_settled_again(base: Path, tmp_path: Path) -> None:
+    """The parent's machine has chosen them, and the branch may run on another one."""
+    settled = manifest_of(base, 4).settled
+    assert settled.get("fused_update", "") is None, "or it proves nothing"
+    assert not settled.keys() & branch(f"{base}@4", tmp_path / "x", **DECAY).args.user_values.keys()
+
+
 def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None:
     """With checkpoints, its command must be typed as before; without, it may still be another one."""
     save = tmp_path / "x"
