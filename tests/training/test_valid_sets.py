@@ -60,3 +60,16 @@ def test_labels_of_a_set_decide_what_counts(packing: str, tmp_path: Path) -> Non
     run_ranks(output_of_run, 1, values, True)
     row = metric_rows(tmp_path, "validation/chat/lm_loss")[-1]
     assert row["validation/chat/lm_loss"] == row["validation/lm_loss"] != row["validation/whole/lm_loss"]
+
+
+def test_the_mean_of_sets_counts_tokens(tmp_path: Path) -> None:
+    """Of the same texts, one set has labels, so that fewer of its tokens count."""
+    sets = {"chat": [TEXT], "whole": TEXT}
+    values = config(
+        LLAMA, SFT, valid_sets=sets, valid_set_labels={"chat": LABELS[0]}, eval_iters=2, train_iters=1,
+        valid_data_paths=None, valid_label_data_paths=None, log_dir=str(tmp_path / "logs"),
+    )  # fmt: skip
+    run_ranks(output_of_run, 1, values, True)
+    row = metric_rows(tmp_path, "validation/chat/lm_loss")[-1]
+    mean, chat, whole = (row[f"validation/{name}lm_loss"] for name in ("", "chat/", "whole/"))
+    assert min(chat, whole) < mean < max(chat, whole) and abs(mean - whole) < 0.9 * abs(mean - chat)
