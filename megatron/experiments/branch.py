@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from megatron.checkpointing import OpenCheckpoint, describe_changes, list_checkpoints
+from megatron.checkpointing import Manifest, OpenCheckpoint, describe_changes, list_checkpoints
+from megatron.checkpointing.manifest import check_model
 from megatron.data import data_fingerprint, order_keys
 from megatron.experiments.errors import RunError
 from megatron.experiments.lineage import Parent, ancestors, read_parent, read_record, split_source
@@ -87,7 +88,11 @@ def plan_branch(source: str, assignments: Assignments) -> Branch:
         return Branch(args, save, [*_family_lines(record), *_resume_lines(save)])
     if record is None and list_checkpoints(save):
         raise RunError(f"{save}: holds checkpoints of a run that is no branch; name another save")
-    return _new_branch(read_parent(run, step), save, new, start, settings)
+    branch = _new_branch(read_parent(run, step), save, new, start, settings)
+    if record is None:
+        return branch
+    replaced = f"replaces the branch from step {record['iteration']} of {record['run']} in {save}, which has not begun"
+    return replace(branch, lines=[*branch.lines, replaced])
 
 
 def _save_of(new: Assignments, run: Path) -> Path:
@@ -142,6 +147,8 @@ def _new_branch(
         ("iteration", parent.manifest.iteration, "deepy.py branch"),
     ]
     args = load_assignments([], base)
+    model = {key: value for key, value in parent.manifest.model.items() if key != "padded_vocab_size"}
+    check_model(model, args, str(parent.checkpoint), new_head=args.finetune)  # the padding is known at the start
     choice = _Choice(parent, old_args, args)
     steps = args.train_iters
     if not choice.keys.get("finetune") and steps is not None and steps <= parent.manifest.iteration:
@@ -164,11 +171,19 @@ def _new_branch(
         for key in _NOT_INHERITED[_NOT_INHERITED.index("log_dir") :]
         if old_args.user_values.get(key) and key not in set_keys
     ]
-    lines = [*_family_lines(family), *choice.lines]
+    lines = [*_family_lines(family), *choice.lines, *_batch_lines(old_args, args, parent.manifest)]
     if left_out:
         lines.append(f"not taken over from the parent: {', '.join(left_out)}")
     lines.append(f"configuration: {save / CONFIG}; the same command goes on, and so does train.py {save / CONFIG}")
     return Branch(args, save, lines, {**family, "settings": settings}, text)
+
+
+def _batch_lines(old: NeoXArgs, new: NeoXArgs, manifest: Manifest) -> Iterator[str]:
+    """Yields the parent's batch size, if the branch's depends on the number of ranks."""
+    if new.user_values.get("train_batch_size") is None:
+        ranks = manifest.layout.world_size
+        batch = old.for_world(ranks).train_batch_size
+        yield f"batch: {batch} samples a step on the parent's {ranks} ranks; train_batch_size sets it for any number"
 
 
 def _config_text(args: NeoXArgs, save: Path) -> str:

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron.data.files import replace_text, write_json
 from megatron.experiments.branch import CONFIG, Branch, plan_branch
@@ -14,6 +14,7 @@ from megatron.neox_arguments import UserError
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.reading.command_line import DeepyCommand, parse_branch
 from megatron.neox_arguments.values.local_paths import with_home
+from megatron.training.checkpoint.pieces import lock_folder
 
 _COMMAND = "deepy.py branch"
 _DESCRIPTION = (
@@ -69,14 +70,21 @@ def _say(branch: Branch, stream: TextIO) -> None:
 
 
 def write_branch(branch: Branch) -> None:
-    """Write the files of a new branch into its folder: first its configuration, then parent.json."""
+    """Write the files of a new branch into its folder: first its configuration, then parent.json.
+
+    Raises CheckpointError if a run writes to the folder, because it would take over other settings.
+    """
     if branch.record is None or branch.config is None:
         return
-    branch.save.mkdir(parents=True, exist_ok=True)
-    if without_secrets(branch.config) != branch.config:  # only the user may read passwords of URLs
-        (branch.save / CONFIG).touch(0o600)
-        os.chmod(branch.save / CONFIG, 0o600)
-        (branch.save / CONFIG).write_text(branch.config, encoding="utf-8")
+    with lock_folder(branch.save):
+        _write_files(branch.save, branch.record, branch.config)
+
+
+def _write_files(save: Path, record: Mapping[str, Any], config: str) -> None:
+    if without_secrets(config) != config:  # only the user may read passwords of URLs
+        (save / CONFIG).touch(0o600)
+        os.chmod(save / CONFIG, 0o600)
+        (save / CONFIG).write_text(config, encoding="utf-8")
     else:
-        replace_text(branch.save / CONFIG, branch.config)
-    write_json(branch.save / PARENT_FILE, branch.record)
+        replace_text(save / CONFIG, config)
+    write_json(save / PARENT_FILE, record)

@@ -1,8 +1,8 @@
 """The steps at which a run has read a text (`tools/replay.py --find`), as an object for JSON and as text."""
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 from megatron.data.indexed_dataset import IndexedDataset
@@ -24,16 +24,19 @@ def find_text(run: Run, text: str, limit: int, logger: logging.Logger) -> dict[s
     data = run.data(last)
     search, is_complete = TextSearch(text, data.tokenizer), True
     places: list[dict[str, Any]] = []
-    for number, (source, member) in enumerate(zip(data.sources, data.members, strict=True)):
+    for source in dict.fromkeys(data.sources):  # a path that is listed twice has several members
+        numbers = [number for number, name in enumerate(data.sources) if name == source]
+        member = data.members[numbers[0]]
         indexed = member.indexed
         assert isinstance(indexed, IndexedDataset)
         with ProgressBar(f"searching {source}", int(indexed.sizes.sum()), "token", logger, visible=True) as bar:
             left = limit - len(places)
-            occurrences = list(islice(search.occurrences(indexed, bar.advance_to), left + 1))
+            occurrences = list(itertools.islice(search.occurrences(indexed, bar.advance_to), left + 1))
         is_complete &= len(occurrences) <= left
         occurrences = occurrences[:left]
-        sightings_of = sightings(data, number, occurrences, last)
-        for occurrence, sighted in zip(occurrences, sightings_of, strict=True):
+        sightings_of = [sightings(data, number, occurrences, last) for number in numbers]
+        for occurrence, *copies in zip(occurrences, *sightings_of, strict=True):
+            sighted = sorted(itertools.chain(*copies), key=lambda sighting: (sighting.step, sighting.row))
             places.append({
                 "source": source, "document": occurrence.document, "offset": occurrence.offset,
                 "tokens": occurrence.count, "seen": [vars(sighting) for sighting in sighted],

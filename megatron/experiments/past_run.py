@@ -14,6 +14,8 @@ from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.experiments.errors import RunError
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.run_folder import RunFolder, open_run
+from megatron.process.run_files import Problems
+from megatron.training.split_steps import read_split_file
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,23 @@ class PastRun:
                 )
             spans.append(Span(step + 1, checkpoint, consumed, batch, checkpoint))
             step, consumed = checkpoint, manifest.consumed_samples
+        if not self._reads_batches_of(step, consumed, self.args_at(step).train_batch_size):
+            return [span for span in spans if span.last >= span.start]
         planned = max(self.config.train_iters or self.folder.status().get("train_iters") or 0, self.last_step)
         spans.append(Span(step + 1, planned, consumed, self.args_at(step).train_batch_size, step))
         return [span for span in spans if span.last >= span.start]
+
+    def _reads_batches_of(self, step: int, consumed: int, batch: int) -> bool:
+        """Returns whether logged steps after the last checkpoint, `step`, have read batches of this size."""
+        return all(
+            row["consumed_samples"] == consumed + (row["iteration"] - step) * batch
+            for row in self.metrics if row["iteration"] > step and "consumed_samples" in row
+        )  # fmt: skip
+
+    @cached_property
+    def split_steps(self) -> frozenset[int]:
+        """The steps that the run has split after running out of memory."""
+        return frozenset(read_split_file(self.path, Problems()).get("steps") or ())
 
     def _steps_of_others(self) -> int:
         """Returns how many steps the run that this one goes on from had taken; 0 for a run of its own."""

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpointing.layout import is_tag, step_of
+from megatron.checkpointing.layout import is_tag, step_of, step_tag
 from megatron.distributed import Process, run_on_all_ranks
 from megatron.experiments.errors import RunError
 from megatron.experiments.run import Run
 from megatron.experiments.run_data import (
     ONE_RANK,
+    check_samples,
     index_cache,
     samples_of_rank,
     with_epochs,
@@ -32,7 +33,8 @@ from megatron.training.method import find_method
 _NOT_SAVING: Mapping[str, Any] = {
     "save": None, "restart": False, "finetune": False, "local_save": None, "local_save_interval": 0, "save_hf": None,
     "save_best": None, "push_to_hub": False, "demo_prompts": None, "on_out_of_memory": "stop", "callbacks": None,
-    "no_load_optim": True, "no_load_rng": True, "checkpoint_validation_with_forward_pass": False,
+    "log_spikes_above_sigma": None, "no_load_optim": True, "no_load_rng": True,
+    "checkpoint_validation_with_forward_pass": False,
 }  # fmt: skip
 """Keys of a start that reads weights and saves nothing."""
 
@@ -42,14 +44,16 @@ class TokenLosses:
     """The losses of a step's tokens under the weights of a checkpoint.
 
     mean: of the step, as training computes it. logged: the value in metrics.jsonl; None: it has none of this
-    step alone. checkpoint: the step of the weights.
+    step alone. checkpoint: the folder of the weights; has_weights: they are those that took the step.
     rows: {sample: (loss of each label in nats `[length]`, its weight `[length]`)}.
-    is_exact: weights and order of sums are those of training, so `mean` has the bits of `logged`.
+    is_exact: weights and order of sums are those of training, so `mean` has the bits of `logged`. On another
+        kind of device the last bits differ all the same.
     """
 
     mean: float
     logged: float | None
-    checkpoint: int
+    checkpoint: Path
+    has_weights: bool
     rows: Mapping[int, tuple[np.ndarray, np.ndarray]]
     is_exact: bool
 
@@ -68,12 +72,15 @@ def token_losses(run: Run, step: int, process: Process, checkpoint: str | None =
     sums_by_rank = process.world_size == 1 and saved.data_parallel_size == manifest.layout.world_size
     args = with_tokenizer(without_world(with_epochs(saved, manifest)), run.checkpoints[span.checkpoint])
     args = args.replace(**_NOT_SAVING, load=str(load), iteration=weights, index_cache_dir=index_cache(run, saved))
+    if load == run.path:
+        args = args.replace(branched_from=None)  # which a start compares with the parent's checkpoint
     if not is_same:
         args = _in_other_layout(args, saved, process.world_size)
     with redirect_stdout(io.StringIO()):  # the log of a start
         training = start(args, process, laid_out=begun_of(manifest, find_method(args)))
     try:
         samples, groups, engine = span.samples(step), training.groups, training.engine
+        check_samples(run, step, samples, training.datasets.train)
         training.progress.iteration, training.progress.consumed_samples = step - 1, samples.start
         batches = next(steps_of(training)).take()
         values = engine.step_losses(batches)
@@ -91,9 +98,12 @@ def token_losses(run: Run, step: int, process: Process, checkpoint: str | None =
         everyone = run_on_all_ranks(groups, lambda: rows)
     finally:
         training.close()
-    is_exact = weights == step - 1 and (is_same or (sums_by_rank and saved.data_parallel_size <= 2))
+    has_weights = load == run.path and weights == step - 1
+    has_order = is_same or (sums_by_rank and saved.data_parallel_size <= 2)
+    is_exact = has_weights and has_order and not saved.compile and step not in run.split_steps
     all_rows = {sample: row for share in everyone for sample, row in share.items()}
-    return TokenLosses(float(total), _logged(run, step, saved), weights, all_rows, is_exact)
+    place = load / step_tag(weights)
+    return TokenLosses(float(total), _logged(run, step, saved), place, has_weights, all_rows, is_exact)
 
 
 def _weights(run: Run, step: int, checkpoint: str | None) -> tuple[Path, int]:

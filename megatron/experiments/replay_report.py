@@ -16,12 +16,13 @@ def describe_step(data: RunData, step: int, losses: TokenLosses | None, rank: in
     samples, rows = data.run.span_of(step).samples(step), data.rows(step)
     described: dict[str, Any] = {
         "run": str(data.run.path), "step": step, "first_sample": samples.start, "samples": len(samples),
-        "data_parallel_ranks": data.args.data_parallel_size,
+        "taken": step <= data.run.last_step, "data_parallel_ranks": data.args.data_parallel_size,
         "sources": {source: facts for source, facts in _sources(data, rows, losses).items() if facts["tokens"]},
     }  # fmt: skip
     if losses is not None:
         described["loss"] = {
-            "mean": losses.mean, "logged": losses.logged, "checkpoint": losses.checkpoint, "exact": losses.is_exact,
+            "mean": losses.mean, "logged": losses.logged, "checkpoint": str(losses.checkpoint),
+            "weights_of_the_step": losses.has_weights, "exact": losses.is_exact,
         }  # fmt: skip
     described["rows"] = [_row(data, row, losses) for row in rows if rank in (None, row.rank)]
     return described
@@ -54,15 +55,16 @@ def _mean(losses: np.ndarray, weights: np.ndarray) -> float | None:
 
 def _sources(data: RunData, rows: Sequence[Row], losses: TokenLosses | None) -> dict[str, dict[str, Any]]:
     """Returns the tokens of each source in a step, and the mean loss of the labels that come from it."""
-    tokens, sums = np.zeros(len(data.sources), np.int64), np.zeros((len(data.sources), 2))
+    names = list(dict.fromkeys(data.sources))  # a path that is listed twice is one source
+    tokens, sums = np.zeros(len(names), np.int64), np.zeros((len(names), 2))
     for row in rows:
-        source = row.pieces[0].source  # blends draw full rows
+        source = names.index(data.sources[row.pieces[0].source])  # blends draw full rows
         tokens[source] += len(row.tokens)
         if losses is not None:
             label_losses, weights = losses.rows[row.sample]
             sums[source] += (label_losses * weights).sum(), weights.sum()
     facts: dict[str, dict[str, Any]] = {}
-    for name, count, (total, labels) in zip(data.sources, tokens.tolist(), sums.tolist(), strict=True):
+    for name, count, (total, labels) in zip(names, tokens.tolist(), sums.tolist(), strict=True):
         facts[name] = {"tokens": count}
         if losses is not None:
             facts[name] |= {"labels": int(labels), "loss": total / labels if labels else None}
@@ -73,11 +75,19 @@ def step_lines(described: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines that show what `describe_step` has returned."""
     end = described["first_sample"] + described["samples"]
     yield f"step {described['step']} of {described['run']}: samples {described['first_sample']} to {end - 1}"
+    if not described["taken"]:
+        yield "  the run has not taken this step yet"
     if (loss := described.get("loss")) is not None:
-        logged = "not logged by itself" if loss["logged"] is None else f"logged: {loss['logged']!r}"
-        yield f"loss {loss['mean']!r} under the weights of step {loss['checkpoint']} ({logged})"
-        if not loss["exact"]:
-            yield "  its last bits may differ from training's: weights or ranks are not those of the step"
+        logged = (
+            "metrics.jsonl has no row of this step alone" if loss["logged"] is None else f"logged: {loss['logged']!r}"
+        )
+        yield f"loss {loss['mean']!r} under the weights of {loss['checkpoint']} ({logged})"
+        if not loss["weights_of_the_step"]:
+            yield "  these are not the weights that took the step, so this is not its loss in training"
+        elif not loss["exact"]:
+            yield "  its last bits may differ from training's: other ranks, compiled blocks, or a step that was split"
+        elif loss["logged"] not in (None, loss["mean"]):
+            yield "  warning: this is not the logged loss: another kind of device computed it, or files have changed"
     for source, facts in described["sources"].items():
         value = f", loss {facts['loss']:.4f} over {facts['labels']} labels" if facts.get("labels") else ""
         yield f"  {source}: {facts['tokens']} tokens{value}"

@@ -95,6 +95,7 @@ class RunData:
     def rows(self, step: int) -> list[Row]:
         """Returns the samples of a step in their order."""
         args, samples, length = self.args, self.run.span_of(step).samples(step), self.length(step)
+        check_samples(self.run, step, samples, self.dataset)
         places: dict[int, tuple[int, int]] = {}
         for rank in range(args.data_parallel_size):
             for micro_batch, numbers in enumerate(samples_of_rank(args, samples, rank)):
@@ -111,6 +112,7 @@ class RunData:
     def batch(self, step: int) -> Batch:
         """Returns all rows of a step as one `Batch`, made by the run's own loader."""
         samples, args = self.run.span_of(step).samples(step), self.args
+        check_samples(self.run, step, samples, self.dataset)
         one_rank = without_world(args).replace(
             train_batch_size=len(samples), train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=1,
             **ONE_RANK,
@@ -128,6 +130,15 @@ class RunData:
             split_rows=args.seq_curriculum is not None,
         )
         return next(steps)[0]
+
+
+def check_samples(run: PastRun, step: int, samples: range, dataset: SampleSet | None) -> None:
+    """Raises RunError if the data that are laid out end before the samples of a step."""
+    if dataset is None or samples.stop > len(dataset):
+        raise RunError(
+            f"{run.path}: step {step} reads samples up to {samples.stop - 1}, but its last checkpoint was of a run "
+            f"with {len(dataset or ())}, which was made longer since; save a checkpoint of the longer one"
+        )
 
 
 def samples_of_rank(args: NeoXArgs, samples: range, rank: int) -> Iterator[range]:

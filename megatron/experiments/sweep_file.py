@@ -166,6 +166,10 @@ def _variants(keys: SweepFields, problems: ErrorCollector) -> Iterator[_Variant]
         if not isinstance(values, list | tuple) or not values:
             problems.add(f"grid.{key}", "expected a list of values, such as [1, 2]")
             return
+    for key in grid:
+        for section in grid:
+            if key.startswith(f"{section}."):
+                problems.add(f"grid.{key}", f"is a part of {section}, which is in the grid too; keep one of them")
     for i, run in enumerate(keys.runs or ({},)):
         if not isinstance(run, Mapping):
             problems.add(f"runs.{i}", "expected a mapping of configuration keys, such as {name: wide, hidden_size: 64}")
@@ -173,7 +177,9 @@ def _variants(keys: SweepFields, problems: ErrorCollector) -> Iterator[_Variant]
         run_settings = {key: value for key, value in run.items() if key != "name"}
         name = run.get("name")
         if name is not None and not (isinstance(name, str) and _RUN_NAME.fullmatch(name)):
-            problems.add(f"runs.{i}.name", "expected letters, digits, and . _ + - after the first of them")
+            problems.add(f"runs.{i}.name", "expected a text of letters, digits, and . _ + - after the first of them")
+        elif name is not None and (name.startswith("sweep.") or name.endswith(".json")):
+            problems.add(f"runs.{i}.name", f"{name} may be a file of the sweep; choose another name")
         for key in run_settings.keys() & grid.keys():
             problems.add(f"runs.{i}.{key}", "is also in grid; keep one of them")
         for combination in itertools.product(*grid.values()):

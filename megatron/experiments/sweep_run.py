@@ -17,6 +17,7 @@ from megatron.experiments.sweep_link import REFUSED, LinkWork, read_record
 from megatron.launch import install_root
 from megatron.launch.devices import visible_gpus
 from megatron.launch.ranks import die_with_parent
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import ConfigError
 from megatron.pipelines.errors import STOPPED
 
@@ -32,10 +33,22 @@ def check_runs(sweep: Sweep, cwd: Path) -> None:
             args = LinkWork(sweep, link, cwd, print).args()
             if link.stage is None or link.stage.kind == "train":
                 args.check_training()
+            if link.stage is None:
+                _check_comparable(args)
         except ConfigError as problem:
             problems += problem.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _check_comparable(args: NeoXArgs) -> None:
+    """Raises ConfigError if the run would depend on where it is started, or is a branch of another run."""
+    if args.user_values.get("train_batch_size") is None:
+        raise args.error("train_batch_size", "is not set, so it would depend on the number of a run's ranks; set it in "
+                         "the base")  # fmt: skip
+    if args.branched_from is not None:
+        raise args.error("branched_from", "a run of a sweep is no branch; remove the key, and set load, iteration and "
+                         "finetune for the weights to begin with")  # fmt: skip
 
 
 def device_shares(parallel: int, env: Mapping[str, str]) -> list[dict[str, str]]:

@@ -133,14 +133,17 @@ def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
     """Returns the keys `load`, `iteration` and `finetune`, and the digest of the weights in `load`; None
     without `load`.
 
-    The weights are those that the file `latest` in `load` names. The digest is left out if `iteration` is
-    set, or if there is no local `latest`.
+    The weights are those of `iteration`, or those that the file `latest` in `load` names. The digest is left
+    out if they are not on a local disk.
     """
     if args.load is None:
         return None
     source = {"load": args.load, "iteration": args.iteration, "finetune": args.finetune}
-    checkpoint = latest_checkpoint(folder / args.load) if args.iteration is None else None
-    return source if checkpoint is None else {**source, "sha256": weights_digest(checkpoint)}
+    save = folder / args.load
+    checkpoint = latest_checkpoint(save) if args.iteration is None else save / f"global_step{args.iteration}"
+    if checkpoint is None or not (checkpoint / "manifest.json").is_file():
+        return source
+    return {**source, "sha256": weights_digest(checkpoint)}
 
 
 def init_inputs(args: ModelArgs, folder: Path) -> dict[str, Any]:

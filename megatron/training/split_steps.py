@@ -7,6 +7,7 @@ step's number into `save` and ends. The next start takes this step in smaller mi
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpointing import list_checkpoints
 from megatron.distributed import on_rank_zero
@@ -76,9 +77,14 @@ def after_out_of_memory(training: Training, problem: OutOfMemoryError) -> OutOfM
     )
 
 
+def read_split_file(save: str | Path, problems: Problems) -> dict[str, Any]:
+    """Returns `run_id` and split `steps` of the run in the folder `save`; {} if it has split none."""
+    return read_fields(Path(save) / FILE, _SHAPE, problems)
+
+
 def _read(training: Training) -> list[int]:
     problems = Problems()
-    saved = read_fields(Path(training.args.save_dir or "") / FILE, _SHAPE, problems)
+    saved = read_split_file(training.args.save_dir or "", problems)
     for line in problems.lines():
         training.logger.warning(line)
     is_of_this_run = saved.get("run_id") == training.run_id or not list_checkpoints(training.args.save_dir or "")

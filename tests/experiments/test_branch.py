@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import signal
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,14 @@ import pytest
 import yaml
 
 from deepy import main
-from megatron.checkpointing import Manifest, read_manifest
+from megatron.checkpointing import CheckpointError, Manifest, read_manifest
 from megatron.data import build_datasets, order_sha256
 from megatron.experiments.branch import Branch, plan_branch
 from megatron.experiments.branch_command import write_branch
 from megatron.experiments.lineage import tree_lines
 from megatron.neox_arguments import UserError, load
 from megatron.training import train
+from megatron.training.checkpoint.pieces import lock_folder
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
 from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, begin, cells, config
@@ -197,11 +200,24 @@ def test_refusals(base: Path, tmp_path: Path, source: str, keys: dict[str, Any],
     assert "\n" not in str(refusal.value) and not list(tmp_path.iterdir())
 
 
-def test_settled_values_are_settled_again(base: Path, tmp_path: Path) -> None:
+def test_a_branch_settles_values_for_its_machine(base: Path, tmp_path: Path) -> None:
     """The parent's machine has chosen them, and the branch may run on another one."""
     settled = manifest_of(base, 4).settled
     assert settled.get("fused_update", "") is None, "or it proves nothing"
     assert not settled.keys() & branch(f"{base}@4", tmp_path / "x", **DECAY).args.user_values.keys()
+
+
+def fork_that_locks(save: Path) -> int:
+    """Starts a process that holds the lock of a run, until it is killed; returns its number."""
+    ready, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        held = lock_folder(save)
+        os.write(tell, b"x")
+        signal.pause()
+        held.close()
+        os._exit(0)
+    os.read(ready, 1)
+    return child
 
 
 def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None:
@@ -211,6 +227,13 @@ def test_a_started_branch_is_no_other_branch(base: Path, tmp_path: Path) -> None
     assert branch(f"{base}@latest", save, **DECAY).args.iteration == 4, "latest is the step of the first start"
     second_branch = branch(f"{base}@4", save, **{**DECAY, "min_lr": 1e-5})
     assert (first_branch.args.min_lr, second_branch.args.min_lr) == (0.0, 1e-5)
+    assert "replaces the branch from step 4" in second_branch.lines[-1]
+    holder = fork_that_locks(save)
+    with pytest.raises(CheckpointError, match="another run is writing there"):
+        branch(f"{base}@4", save, **DECAY)
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    assert load([save / "branch.yml"]).min_lr == 1e-5, "the running branch keeps its configuration"
     shutil.copytree(base / "global_step5", save / "global_step5")
     with pytest.raises(UserError, match=f"{save}: .*another min_lr.*branch.yml"):
         branch(f"{base}@4", save, **DECAY)

@@ -200,7 +200,7 @@ def test_scores_of_metrics_jsonl_have_no_test(tmp_path: Path, capsys: pytest.Cap
     rows = [{"iteration": 40 + i, "consumed_tokens": 1, "run_id": "a", "eval_tasks/quiz_acc": 0.25 * i} for i in (1, 2)]
     runs = [make_run(tmp_path / "a", extra_rows=rows[:1]), make_run(tmp_path / "b", extra_rows=rows)]
     (item,) = compared(capsys, *runs)["score_differences"]
-    assert (item["difference"], item["p"], item["test"]) == (0.25, None, "none: no standard error")
+    assert (item["difference"], item["p"], item["test"]) == (0.25, None, "none: no standard error (of steps 41 and 42)")
 
 
 def test_notes_on_runs_of_other_text_or_without_configuration(

@@ -16,13 +16,15 @@ from megatron import Run
 from megatron.data import DataState, IndexedDataset, build_datasets
 from megatron.experiments import find_text as text_search
 from megatron.experiments import sightings as sighting
+from megatron.experiments.branch import plan_branch
+from megatron.experiments.branch_command import write_branch
 from megatron.experiments.errors import RunError
 from megatron.experiments.find_report import find_text
 from megatron.experiments.find_text import Occurrence, TextSearch
 from megatron.experiments.past_run import Span
 from megatron.experiments.replay import TokenLosses, token_losses
 from megatron.experiments.replay_report import describe_step, step_lines
-from megatron.experiments.run_data import RunData, packed_members
+from megatron.experiments.run_data import RunData, check_samples, packed_members
 from megatron.experiments.sightings import sightings
 from megatron.launch import process_info
 from megatron.mpu import ParallelGroups
@@ -60,7 +62,8 @@ def test_the_loss_of_a_step_is_the_logged_one_to_the_last_bit(saved: Path, ranks
     logged = {row["iteration"]: row["train/lm_loss"] for row in Run.load(saved).metrics}
     for step in (1, 2, 3, 4) if ranks == 1 else (1, 3):
         result = run_ranks(losses, ranks, saved, step)[0]
-        assert (result.mean, result.logged, result.checkpoint) == (logged[step], logged[step], step - 1)
+        assert (result.mean, result.logged) == (logged[step], logged[step])
+        assert result.checkpoint == saved / f"global_step{step - 1}" and result.has_weights
         assert result.is_exact and len(result.rows) == 8
         values, weights = (np.concatenate(parts) for parts in zip(*result.rows.values(), strict=True))
         assert (values * weights).sum() / weights.sum() == pytest.approx(result.mean, rel=1e-6)
@@ -80,8 +83,39 @@ def test_the_loss_has_the_logged_bits_in_every_layout(layout: str, tmp_path: Pat
 
 def test_other_weights_give_another_loss(saved: Path) -> None:
     result = run_ranks(losses, 1, saved, 2, "4")[0]
-    assert (result.checkpoint, result.is_exact) == (4, False)
+    assert (result.checkpoint.name, result.has_weights, result.is_exact) == ("global_step4", False, False)
     assert result.mean < result.logged
+
+
+def test_a_step_of_a_branch(saved: Path, tmp_path: Path) -> None:
+    """The branch has keys that need a folder to write to, and begins from another run's checkpoint."""
+    keys = {"save": str(tmp_path), "train_iters": 7, "lr_decay_iters": 7, "log_spikes_above_sigma": 6.0}
+    planned = plan_branch(f"{saved}@4", [(key, value, "new.yml") for key, value in keys.items()])
+    write_branch(planned)
+    run_ranks(run_to_end, 2, json.loads(planned.args.to_json())["given"])
+    result = run_ranks(losses, 2, tmp_path, 6)[0]
+    assert result.mean == result.logged and result.is_exact
+    with pytest.raises(RunError, match="its steps are 5 to 7"):
+        Run.load(tmp_path).batch(4)
+
+
+def test_steps_that_the_checkpoints_do_not_tell(saved: Path, tmp_path: Path) -> None:
+    """A later start read other batches, or was longer, and has saved nothing; a split step has other sums."""
+    for name in ("other", "longer"):
+        shutil.copytree(saved, tmp_path / name, ignore=shutil.ignore_patterns("global_step4", "global_step3"))
+        (tmp_path / name / "latest").write_text("global_step2")
+    changed, longer = Run.load(tmp_path / "other"), Run.load(tmp_path / "longer")
+    for row in changed.metrics:
+        row["consumed_samples"] += 4 * (row["iteration"] > 2)
+    with pytest.raises(RunError, match="has no step 3: its steps are 1 to 2"):
+        changed.batch(3)
+    assert Run.load(tmp_path / "longer").batch(4).tokens.shape[0] == 8
+    data = longer.data(4)
+    with pytest.raises(RunError, match="step 900 reads samples up to"):
+        check_samples(longer, 900, range(7192, 7200), data.dataset)
+    (tmp_path / "longer" / "split_steps.json").write_text(json.dumps({"run_id": "", "steps": [2]}))
+    exact = [run_ranks(losses, 2, tmp_path / "longer", step)[0].is_exact for step in (1, 2)]
+    assert exact == [True, False]
 
 
 def test_losses_belong_to_sources(saved: Path) -> None:
@@ -98,7 +132,7 @@ def test_losses_belong_to_sources(saved: Path) -> None:
         facts = step["sources"][source]
         assert (facts["labels"], facts["loss"]) == (labels, pytest.approx(total / labels))
     lines = list(step_lines(step))
-    assert f"loss {result.mean!r} under the weights of step 2 (logged: {result.mean!r})" in lines
+    assert f"loss {result.mean!r} under the weights of {saved}/global_step2 (logged: {result.mean!r})" in lines
 
 
 def test_weights_of_an_earlier_step_are_needed(saved: Path, tmp_path: Path) -> None:

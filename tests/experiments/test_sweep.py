@@ -20,6 +20,7 @@ from megatron.experiments.sweep_link import LinkWork, read_record
 from megatron.experiments.sweep_run import check_runs, device_shares
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import ConfigError
+from megatron.pipelines.digests import loaded_inputs
 from megatron.pipelines.state import locked
 from tests.experiments.small_sweep import finish, in_process, logged_steps, records, run_sweep, started, write_sweep
 from tests.pipelines.small import GATES, STAGES, passed, write_small, write_yaml
@@ -94,6 +95,8 @@ def test_cells_share_the_runs_in_which_they_agree(tmp_path):
         ({"base": ["base.yml", "none"]}, "sweep.yml:3: base.1"),
         ({"price": 2.0}, "sweep.yml:7: price"),
         ({"parallel": 0}, "sweep.yml:7: parallel"),
+        ({"grid": {"optimizer": [{"type": "Adam"}], "optimizer.params.lr": [1]}}, "grid.optimizer.params.lr"),
+        ({"runs": [{"name": "sweep.csv", "seed": 1}]}, "sweep.yml:4: runs.0.name"),
     ],
 )
 def test_a_mistake_in_sweep_yml_is_told_with_its_line(tmp_path, keys, place):
@@ -108,6 +111,26 @@ def test_mistakes_of_all_runs_are_told_before_the_first_starts(tmp_path):
         check_runs(read_sweep(file), tmp_path)
     assert "sweep.yml:5: num_layer" in str(refused.value) and "hidden_size" in str(refused.value)
     assert in_process("run", file).code == 1 and not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("keys", [{"train_batch_size": None}, {"branched_from": {"run": "a"}}])
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, keys):
+    """A batch could depend on the machine, or a branch of another run could be trained anew."""
+    with pytest.raises(ConfigError, match=next(iter(keys))):
+        check_runs(read_sweep(write_sweep(tmp_path, keys)), tmp_path)
+
+
+def test_initial_weights_are_an_input(tmp_path):
+    """Whether `iteration` names them or the file `latest`."""
+    for name, digest in (("global_step4", "a"), ("global_step8", "b")):
+        (tmp_path / "init" / name).mkdir(parents=True)
+        files = {"layer_00-model_00-model_states.pt": {"sha256": digest}}
+        (tmp_path / "init" / name / "manifest.json").write_text(json.dumps({"files": files}))
+        (tmp_path / "init" / name / "layer_00-model_00-model_states.pt").touch()
+    (tmp_path / "init" / "latest").write_text("global_step8")
+    args = NeoXArgs.from_dict({**config(), "load": "init"})
+    inputs = [loaded_inputs(args.replace(iteration=step), tmp_path) for step in (None, 4, 8, 9)]
+    assert inputs[0]["sha256"] == inputs[2]["sha256"] != inputs[1]["sha256"] and "sha256" not in inputs[3]
 
 
 def test_the_base_keeps_its_own_folders(tmp_path):

@@ -204,9 +204,10 @@ def _notes(
             notes.append(f"{run.name} has no configuration that this version can read: keys are not compared")
         if missing := [name for name in metrics if name not in placed_run.series]:
             notes.append(f"{run.name} has not logged {', '.join(missing)}")
+    differing = [] if difference is None else [*difference.values, *difference.derived]
     measured_on = [
-        key for key in (difference.values if difference is not None else ())
-        if any(fnmatchcase(key, pattern) for pattern in _MEASURED_ON)
+        key for key in differing
+        if not key.startswith("valid_set") and any(fnmatchcase(key, pattern) for pattern in _MEASURED_ON)
     ]  # fmt: skip
     if measured_on and any(name.startswith(("validation/", "test/")) for name in metrics):
         notes.append(

@@ -101,6 +101,8 @@ def _difference(
     difference = compared.value - reference.value
 
     def result(test: str, p: float | None = None, stderr: float | None = None) -> ScoreDifference:
+        if None not in (reference.iteration, compared.iteration) and reference.iteration != compared.iteration:
+            test = f"{test} (of steps {reference.iteration} and {compared.iteration})"
         return ScoreDifference(name, run, difference, stderr, test, p)
 
     if not math.isfinite(difference):

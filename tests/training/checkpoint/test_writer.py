@@ -262,13 +262,13 @@ def lock_of_another_run(rank: int, world_size: int, values: dict[str, Any]) -> l
     outcomes = []
 
     def look(args: NeoXArgs) -> Any:
-        if (other := os.fork()) == 0:
+        if (child := os.fork()) == 0:
             try:
                 lock_folder(Path(values["save"]))
             except CheckpointError:
                 os._exit(0)
             os._exit(1)
-        outcomes.append("refused" if os.waitpid(other, 0)[1] == 0 else "locked")
+        outcomes.append("refused" if os.waitpid(child, 0)[1] == 0 else "locked")
         return choose_source(args)
 
     with pytest.MonkeyPatch.context() as patch:
