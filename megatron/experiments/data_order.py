@@ -31,14 +31,17 @@ Part = tuple[int, int, int, int, int]
 _RECORDS = 1 << 16  # written at once
 
 
-def write_order(run: Run, output: Path, last: int | None, bar: ProgressBar) -> int:
-    """Writes the data order of steps 1 to `last` (None: the run's planned end); returns the number of steps.
+def write_order(run: Run, output: Path, last: int | None, bar: ProgressBar) -> tuple[int, int]:
+    """Writes the data order of a run's steps up to `last`; returns the first and the last step.
 
-    output: a `.npy` or `.jsonl` file, which appears when it is complete. Raises RunError for others.
+    A branch's steps begin after those of its parent. output: a `.npy` or `.jsonl` file, which appears when it
+    is complete. last: None: the run's planned end. Raises RunError for other files or steps.
     """
     if output.suffix not in (".npy", ".jsonl"):
         raise RunError(f"--output {output}: expected a name that ends in .npy or .jsonl; give one")
     last = run.spans[-1].last if last is None else last
+    run.span_of(last)  # raises if there is no such step
+    start = run.spans[0].start
     data = run.data(last)
     rows = _rows(data, last, bar)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -52,12 +55,12 @@ def write_order(run: Run, output: Path, last: int | None, bar: ProgressBar) -> i
                     file.write((json.dumps(_line(data, step, row, pieces)) + "\n").encode())
         sync(unfinished)
         if output.suffix == ".npy":
-            facts = {"run": str(run.path), "steps": last, "seq_length": data.args.seq_length}
+            facts = {"run": str(run.path), "first_step": start, "last_step": last, "seq_length": data.args.seq_length}
             write_json(output.with_suffix(".json"), {**facts, "sources": list(data.sources)})
         os.replace(unfinished, output)
     finally:
         unfinished.unlink(missing_ok=True)
-    return last
+    return start, last
 
 
 def _rows(data: RunData, last: int, bar: ProgressBar) -> Iterator[tuple[int, int, list[Part]]]:

@@ -113,11 +113,18 @@ def tree_lines(run: Path) -> list[str]:
     families: dict[Path, Mapping[str, Any]] = {} if family is None else {run: family}
     for child, parent in zip(chain, chain[1:], strict=False):
         families[Path(child["run"])] = parent
+    damaged: list[str] = []
     folders = {path.parent for path in (run, *(Path(member["run"]) for member in chain))}
     for file in sorted(path for folder in folders for path in folder.glob(f"*/{PARENT_FILE}")):
-        families.setdefault(file.parent.resolve(), read_record(file.parent) or {})
+        try:
+            record = read_record(file.parent)
+        except RunError as problem:  # another run's: it is left out, with a line
+            damaged.append(f"left out: {problem}")
+            continue
+        if record is not None:
+            families.setdefault(file.parent.resolve(), record)
     root = Path(chain[-1]["run"]) if chain else run
-    return [str(root) + ("  <-" if root == run else ""), *_branch_lines(root, run, families, "")]
+    return [str(root) + ("  <-" if root == run else ""), *_branch_lines(root, run, families, ""), *damaged]
 
 
 def _branch_lines(

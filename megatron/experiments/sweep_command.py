@@ -27,7 +27,13 @@ from megatron.experiments.sweep_file import Link, Sweep, read_sweep
 from megatron.experiments.sweep_link import LinkWork
 from megatron.experiments.sweep_run import Scheduler, check_runs
 from megatron.experiments.sweep_slurm import jobs_now, refuse_active_jobs, submit
-from megatron.experiments.sweep_table import as_records, rows_of, table_of, write_results
+from megatron.experiments.sweep_table import (
+    as_records,
+    differing_measurement,
+    rows_of,
+    table_of,
+    write_results,
+)
 from megatron.neox_arguments.errors import UserError
 from megatron.neox_arguments.values.local_paths import with_home
 from megatron.operations.jobs.table import console
@@ -170,6 +176,8 @@ def _show(sweep: Sweep) -> None:
     with out.capture() as captured:
         out.print(table_of(sweep, rows, out.is_terminal))
     print(captured.get().rstrip("\n"))
+    if (note := differing_measurement(rows)) is not None:
+        print(f"note: {note}")
     for path in write_results(sweep, rows):
         print(f"wrote {path}")
 

@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.data.files import replace_text, write_json
+from megatron.experiments.comparison.comparison import keys_of_measurement
 from megatron.experiments.errors import RunError
 from megatron.experiments.sweep_file import Cell, Link, Sweep
 from megatron.experiments.sweep_link import FAILED, FINISHED, REFUSED, WAITING, read_record, state_of
+from megatron.neox_arguments.reports.config_dump import differing_values
 from megatron.operations.loss_plot import ordinary, read_curve
 from megatron.operations.run_folder import RunFolder
 from megatron.pipelines.promotion import promoted_measurements
@@ -68,6 +70,21 @@ def metric_of(rows: Sequence[Row]) -> str:
     """Returns the loss by which cells are compared: of validation, if every finished cell has one."""
     finished = [row for row in rows if row.is_finished] or [row for row in rows if row.losses]
     return VALIDATION if finished and all(VALIDATION in row.losses for row in finished) else TRAINING
+
+
+def differing_measurement(rows: Sequence[Row]) -> str | None:
+    """Returns a note if validation losses in the table are not of the same text; None if they are.
+
+    The runs' own configurations are compared, since runs with other keys of validation are not trained anew.
+    """
+    if metric_of(rows) != VALIDATION:
+        return None
+    configurations = [_output_of(row).args() for row in rows if VALIDATION in row.losses]
+    keys = list(differing_values([args for args in configurations if args is not None], origins=False))
+    differing = [*keys_of_measurement(keys), *(key for key in keys if key.startswith("valid_sets"))]
+    if not differing:
+        return None
+    return f"validation losses are not of the same text, because of other values of {', '.join(differing)}"
 
 
 def _row(cell: Cell, jobs: Mapping[str, str]) -> Row:

@@ -310,6 +310,11 @@ def test_the_family_is_in_its_files(base: Path, tmp_path: Path) -> None:
         expected = [f"{words}{run}{'  <-' if requested == run else ''}" for run, words in runs.items()]
         assert [line for line in lines if str(tmp_path) in line] == expected
         assert "      train_iters: 5 -> 7" in lines
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "parent.json").write_text("{")
+    with_damaged = tree_lines(child)
+    assert with_damaged[:-1] == tree_lines(child)[:-1] and f"{grandchild}" in "".join(with_damaged)
+    assert with_damaged[-1].startswith(f"left out: {tmp_path / 'other' / 'parent.json'}: is damaged")
 
 
 def command(*words: str) -> tuple[int, str, str]:

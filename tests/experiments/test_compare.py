@@ -234,6 +234,7 @@ def test_notes_on_runs_of_other_text_or_without_configuration(
         (["a", "rewards", "--metric", "*/lm_loss"], r"--metric \*/lm_loss: only a has logged it; common ones are x"),
         (["a", "rewards"], "a and rewards: no loss is logged by two of these runs; .*: --metric x"),
         (["a", "empty"], r".*empty/logs/metrics.jsonl: has no metrics yet, and there are no common scores; .*"),
+        (["a", "b", "--scores", "none"], "--scores none: no such folder; name one with result files of eval.py"),
         (["a", "b", "--html", "nowhere/c.html"], "--html nowhere/c.html: No such file or directory; name another file"),
     ],
 )  # fmt: skip

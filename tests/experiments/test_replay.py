@@ -18,6 +18,7 @@ from megatron.experiments import find_text as text_search
 from megatron.experiments import sightings as sighting
 from megatron.experiments.branch import plan_branch
 from megatron.experiments.branch_command import write_branch
+from megatron.experiments.data_order import write_order
 from megatron.experiments.errors import RunError
 from megatron.experiments.find_report import find_text
 from megatron.experiments.find_text import Occurrence, TextSearch
@@ -29,6 +30,7 @@ from megatron.experiments.sightings import sightings
 from megatron.launch import process_info
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.progress import ProgressBar
 from megatron.tokenizer import CharLevelTokenizer, make_tokenizer
 from megatron.training.method import find_method
 from megatron.training.setup import with_length
@@ -97,6 +99,14 @@ def test_a_step_of_a_branch(saved: Path, tmp_path: Path) -> None:
     assert result.mean == result.logged and result.is_exact
     with pytest.raises(RunError, match="its steps are 5 to 7"):
         Run.load(tmp_path).batch(4)
+    bar = ProgressBar("order", 7, "step", logging.getLogger("order"), visible=False)
+    assert write_order(Run.load(tmp_path), tmp_path / "order.npy", None, bar) == (5, 7)
+    assert sorted(set(np.load(tmp_path / "order.npy")["step"])) == [5, 6, 7]
+    facts = json.loads((tmp_path / "order.json").read_text())
+    assert (facts["first_step"], facts["last_step"]) == (5, 7)
+    for step in (4, 8):
+        with pytest.raises(RunError, match="its steps are 5 to 7"):
+            write_order(Run.load(tmp_path), tmp_path / "none.npy", step, bar)
 
 
 def test_steps_that_the_checkpoints_do_not_tell(saved: Path, tmp_path: Path) -> None:

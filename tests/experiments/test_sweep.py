@@ -24,7 +24,7 @@ from megatron.pipelines.digests import loaded_inputs
 from megatron.pipelines.state import locked
 from tests.experiments.small_sweep import finish, in_process, logged_steps, records, run_sweep, started, write_sweep
 from tests.pipelines.small import GATES, STAGES, passed, write_small, write_yaml
-from tests.training.runs import config
+from tests.training.runs import LLAMA, config
 
 
 def works(file: Path) -> list[LinkWork]:
@@ -190,6 +190,22 @@ def test_the_table_has_the_lowest_loss_first(tmp_path):
     assert records(tmp_path / "sweep")["seed-4_lr-0.001"]["state"] == "waiting"
     assert (tmp_path / "sweep/sweep.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads(in_process("status", file, "--json").out)[0]["train/lm_loss"] == 1.5
+
+
+@pytest.mark.parametrize("key, differs", [("eval_iters", True), ("valid_sets", True), ("weight_decay", False)])
+def test_validations_of_other_text_are_noted(tmp_path, key, differs):
+    """The table would sort losses that do not measure the same."""
+    file = write_sweep(tmp_path)
+    values = [{"a": "x"}, {"a": "y"}] if key == "valid_sets" else [1, 2]
+    for link, value in zip(read_sweep(file).links, values, strict=True):
+        finish(tmp_path / "sweep", link.name, 1.0)
+        (link.folder / "sweep_run.json").write_text('{"status": "finished"}')
+        args = NeoXArgs.from_dict(config(LLAMA, {"eval_iters": 1, "train_iters": 3, key: value}))
+        (link.output.logs / "neox_args.train.1.json").write_text(args.to_json())
+        rows = link.output.metrics_file
+        rows.write_text(rows.read_text().replace("train/lm_loss", "validation/lm_loss"))
+    notes = [line for line in in_process("status", file).out.splitlines() if line.startswith("note: ")]
+    assert [key in note for note in notes] == [True] * differs
 
 
 def test_a_second_sweep_in_the_folder_is_refused(tmp_path):

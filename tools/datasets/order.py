@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = Run.load(options.run)
         last = run.spans[-1].last if options.last is None else options.last
         with ProgressBar("order", last, "step", logging.getLogger("order"), visible=True, transient=True) as bar:
-            steps = write_order(run, options.output, options.last, bar)
-        print(f"{options.output}: the order of {steps} steps")
+            start, end = write_order(run, options.output, options.last, bar)
+        print(f"{options.output}: the order of steps {start} to {end}")
     except UserError as problem:
         sys.stderr.write(problem.error_lines("order.py"))
         return 1

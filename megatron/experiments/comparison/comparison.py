@@ -1,7 +1,7 @@
 """Compares runs: differing keys, curves at common points, speed, scores."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -97,6 +97,9 @@ def compare_runs(
     """
     if len(paths) < 2:
         raise RunError(f"{paths[0]}: a comparison needs two runs or more; name another one")
+    for folder in folders:
+        if not with_home(folder).is_dir():
+            raise RunError(f"--scores {folder}: no such folder; name one with result files of eval.py")
     runs = read_runs(paths)
     placed_runs = [on_axis(run, axis) for run in runs]
     scores = [read_scores(run, folders) for run in runs]
@@ -112,6 +115,14 @@ def compare_runs(
         names if metrics else _common_metrics(placed_runs), _notes(runs, placed_runs, names, difference),
         [*(line for run in runs for line in run.folder.problems.lines()), *problems.lines()],
     )  # fmt: skip
+
+
+def keys_of_measurement(keys: Iterable[str]) -> list[str]:
+    """Returns those keys on which a validation loss depends, besides the model."""
+    return [
+        key for key in keys
+        if not key.startswith("valid_set") and any(fnmatchcase(key, pattern) for pattern in _MEASURED_ON)
+    ]  # fmt: skip
 
 
 def _metrics(runs: Sequence[Run], patterns: Sequence[str], has_scores: bool) -> list[str]:
@@ -205,10 +216,7 @@ def _notes(
         if missing := [name for name in metrics if name not in placed_run.series]:
             notes.append(f"{run.name} has not logged {', '.join(missing)}")
     differing = [] if difference is None else [*difference.values, *difference.derived]
-    measured_on = [
-        key for key in differing
-        if not key.startswith("valid_set") and any(fnmatchcase(key, pattern) for pattern in _MEASURED_ON)
-    ]  # fmt: skip
+    measured_on = keys_of_measurement(differing)
     if measured_on and any(name.startswith(("validation/", "test/")) for name in metrics):
         notes.append(
             "validation and test losses are not of the same text or tokens, because of other values of "

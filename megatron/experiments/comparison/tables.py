@@ -88,12 +88,12 @@ def _curve_items(comparison: Comparison, curve: AlignedCurve) -> Iterator[str | 
     heads = [_AXES[comparison.axis], *names, *(f"{name} - {reference_name}" for name in names[1:])]
     rows = []
     for point, values in zip(curve.points, curve.values, strict=True):
-        cells = [("~" if value.interpolated else "") + f"{value.value:.4f}" if value else "-" for value in values]
+        cells = [("~" if value.interpolated else "") + f"{value.value:z.4f}" if value else "-" for value in values]
         reference = values[0]
-        changes = [f"{value.value - reference.value:+.4f}" if value and reference else "-" for value in values[1:]]
+        changes = [f"{value.value - reference.value:+z.4f}" if value and reference else "-" for value in values[1:]]
         rows.append((_number(point), *cells, *changes))
-    ends = [f"{end[1]:.4f}" if end else "-" for end in curve.ends]
-    changes = [f"{end[1] - curve.ends[0][1]:+.4f}" if end and curve.ends[0] else "-" for end in curve.ends[1:]]
+    ends = [f"{end[1]:z.4f}" if end else "-" for end in curve.ends]
+    changes = [f"{end[1] - curve.ends[0][1]:+z.4f}" if end and curve.ends[0] else "-" for end in curve.ends[1:]]
     rows.append(("end", *ends, *changes))
     yield Table(heads, rows)
     reached = [_number(end[0]) if end else "nothing" for end in curve.ends]
@@ -137,7 +137,7 @@ def _score_items(comparison: Comparison) -> Iterator[str | Table]:
             if item is not None:
                 error = f" ± {_value(item.stderr)}" if item.stderr is not None else ""
                 mark = "*" if item.corrected_p is not None and item.corrected_p < _SIGNIFICANT else ""
-                cells = [f"{item.difference:+.4g}{error}", _p(item.p), _p(item.corrected_p) + mark, item.test]
+                cells = [f"{item.difference:+z.4g}{error}", _p(item.p), _p(item.corrected_p) + mark, item.test]
             rows.append((_title(name, score), names[run], _step(score), _with_error(score), *cells))
     heads = ("score", "run", "step", "value ± stderr", f"minus {names[0]}", "p", "p (Holm)", "test")
     yield Table(heads, rows, ends_in_text=True)
