@@ -32,7 +32,7 @@ from megatron.checkpointing.manifest import (
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.opening import OpenCheckpoint, verify
-from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
+from megatron.checkpointing.optimizer_files import AVERAGE, MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.resharding import reshard
 from megatron.checkpointing.retention import EPHEMERAL, Retention

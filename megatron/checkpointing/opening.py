@@ -36,11 +36,12 @@ class OpenCheckpoint:
     Size, SHA-256, and dtypes and shapes of tensors are checked.
     path: the directory. manifest: None for a checkpoint of GPT-NeoX, whose files are read unchecked.
     verified: check files; false if you read only names, dtypes and shapes of tensors.
+    averaged: weights are read from the averages that the run kept (`ema_decay`), not from the last weights.
     Raises DamagedError if the manifest itself is damaged.
     """
 
-    def __init__(self, path: str | Path, *, verified: bool = True) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, verified: bool = True, averaged: bool = False) -> None:
+        self.path, self.averaged = Path(path), averaged
         self.manifest: Manifest | None = read_manifest(self.path)
         self._verified = verified
         self._problems: dict[str, Future[str | None]] = {}  # by name of each file that was, or is being, checked

@@ -1,8 +1,9 @@
 """Reads optimizer state by parameter, from files that any parallel layout can read.
 
 `optim_layer_LL-model_TT.pt` holds {our parameter name: {key: tensor}} of layer LL and tensor rank TT. Keys
-are `exp_avg` and the like, in the shape of that rank's shard of the parameter, `step`, and `master`, the fp32
-value of a 16-bit weight. The files do not depend on pipeline stages, data-parallel ranks or ZeRO.
+are `exp_avg` and the like, in the shape of that rank's shard of the parameter, `step`, `master`, the fp32
+value of a 16-bit weight, and `ema`, the average of the weight (`ema_decay`). The files do not depend on
+pipeline stages, data-parallel ranks or ZeRO.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from megatron.checkpointing.layout import optimizer_file, optimizer_files
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.mpu import ParamSpec, shard, unshard
 
-MASTER = "master"
+MASTER, AVERAGE = "master", "ema"
 State = dict[str, Tensor]
 _FIX = "load another `iteration`, or set no_load_optim: true to continue from the weights alone"
 

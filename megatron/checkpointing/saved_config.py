@@ -10,6 +10,8 @@ from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.values.ffn_width import CONVENTIONS
 
+_START = {"load_ema": False}  # it says how the run began, not which weights of its checkpoint to read
+
 
 def checkpoint_args(source: str | Path) -> NeoXArgs:
     """Returns the configuration saved in a checkpoint, which may hold adapters only.
@@ -18,7 +20,8 @@ def checkpoint_args(source: str | Path) -> NeoXArgs:
     manifest = read_manifest(source)
     if manifest is None or manifest.base is None:
         return load_checkpoint_args(source)[0]
-    return NeoXArgs.from_dict({**manifest.config, "padded_vocab_size": manifest.model.get("padded_vocab_size")})
+    overrides = {"padded_vocab_size": manifest.model.get("padded_vocab_size"), **_START}
+    return NeoXArgs.from_dict({**manifest.config, **overrides})
 
 
 def load_checkpoint_args(
@@ -40,7 +43,7 @@ def load_checkpoint_args(
     overrides = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
     files: list[Path] = [Path(file) for file in config_files]
     if not files and manifest is not None and manifest.config:
-        return NeoXArgs.from_dict({**manifest.config, **overrides}), facts
+        return NeoXArgs.from_dict({**manifest.config, **overrides, **_START}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
     if not config_files and (odd := next((file for file in files if not file.is_file()), None)) is not None:
         raise CheckpointError(f"{odd}: not a regular file; restore it, or pass the configuration with --config_file")

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.opening import OpenCheckpoint
+from megatron.checkpointing.optimizer_files import AVERAGE, OptimizerFiles
 from megatron.checkpointing.parameter_names import to_file_names, to_our_names
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors
 from megatron.checkpointing.weight_files import WeightFiles, open_weight_files, rows_key
@@ -24,6 +25,7 @@ from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import ModelArgs
 
 SCORE_HEAD = "rm_linear.weight"
+NO_AVERAGES = "has no averaged weights (its run set no ema_decay); load the last ones, without load_ema or --ema"
 _NO_SCORE = (
     ": the checkpoint is a language model; to train a reward model from it, set train_impl: rm and finetune: true"
 )
@@ -79,11 +81,15 @@ def load_weights(
             if copy:  # independent of the memory map and of other tensors
                 for name, tensor in loaded[layer].items():
                     loaded[layer][name] = tensor.clone(memory_format=torch.contiguous_format)
+            if source.source.averaged:
+                loaded[layer] |= _averages(source.source, layer, specs, loaded[layer], tensor_rank, tensor_size)
     for name, owner in shared_params(args).items():
         spec = [spec for spec in expected.get(owner, ()) if spec.name == name]
         if not spec:
             continue
         reference = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
+        if source.source.averaged and name in reference:
+            reference |= _averages(source.source, owner, spec, reference, tensor_rank, tensor_size)
         problems += [
             f"layer {layer}: {name} differs from layer {owner}'s, but all blocks must share it (GPT-NeoX trained one "
             "for each pipeline stage)"
@@ -95,6 +101,28 @@ def load_weights(
         problems.append(f"and {len(mismatches) - _MAX_NAMED} more tensors of wrong shape")
     _refuse(path, problems)
     return loaded
+
+
+def _averages(
+    checkpoint: OpenCheckpoint, layer: int, specs: Sequence[ParamSpec], weights: Mapping[str, Tensor],
+    tensor_rank: int, tensor_size: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Returns the averages of a layer's trained weights (`ema_decay`), in the dtypes of the weights.
+
+    Raises CheckpointError if the checkpoint has none.
+    """
+    files, averages = OptimizerFiles(checkpoint), {}
+    trained = files.names([2 if spec.shared else layer for spec in specs])
+    for spec in specs:
+        if spec.name not in weights or (2 if spec.shared else layer, spec.name) not in trained:
+            continue  # weights that were not trained are their own average
+        state = files.read(layer, spec, tensor_rank, tensor_size)
+        if AVERAGE not in state:
+            raise CheckpointError(f"{checkpoint.path}: {NO_AVERAGES}")
+        averages[spec.name] = state[AVERAGE].to(weights[spec.name].dtype)
+    if not files:
+        raise CheckpointError(f"{checkpoint.path}: {NO_AVERAGES}")
+    return averages
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> None:

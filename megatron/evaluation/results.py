@@ -192,6 +192,7 @@ def add_metadata(
                 "load": os.path.abspath(source) if os.path.isdir(source) else source,
                 "iteration": iteration,
                 "precision": args.params_dtype,
+                **({"load_ema": True} if args.load_ema else {}),
             },
             "model_num_parameters": _parameters(model),
             "model_dtype": str(model.dtype),

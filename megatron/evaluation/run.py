@@ -101,6 +101,7 @@ def _finish(args: NeoXArgs, results: EvaluationResults, seconds: float, logger: 
 def weights_identity(model: Model) -> str:
     """Returns a hash that identifies a model's weights and the adapters merged into them."""
     base = fingerprint(Path(model.source))
+    base += ", averaged" if model.args.load_ema else ""
     adapters = [(fingerprint(Path(path)), factor) for path, factor in model.adapters]
     return hashlib.sha256(repr((base, adapters)).encode()).hexdigest() if adapters else base
 
@@ -162,7 +163,7 @@ def _hf_folder(model: Model) -> Iterator[Path]:
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="compare-hf-") as temporary:
-        export_hf(source, model.args, Path(temporary) / "model", check=False)
+        export_hf(source, model.args, Path(temporary) / "model", check=False, averaged=model.args.load_ema)
         yield Path(temporary) / "model"
 
 

@@ -27,7 +27,7 @@ CONFIG = "branch.yml"  # in the `save` of a branch
 Assignments = Sequence[tuple[str, Any, str]]
 # Keys of the parent that a branch does not take over: where it wrote, and how it began.
 _NOT_INHERITED = (
-    "save", "load", "iteration", "finetune", "restart", "init_only", "branched_from", "allow_changed_data",
+    "save", "load", "iteration", "finetune", "load_ema", "restart", "init_only", "branched_from", "allow_changed_data",
     "no_load_optim", "no_load_rng", "override_lr_scheduler", "use_checkpoint_lr_scheduler", "log_dir",
     "tensorboard_dir", "local_save", "memory_profiling_path", "wandb_run_name", "comet_experiment_name",
     "push_to_hub", "hub_model_id", "remote_staging", "deepspeed_config_file", "plan_file",

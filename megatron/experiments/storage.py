@@ -13,8 +13,8 @@ _GIB = 2**30
 def checkpoint_bytes(args: NeoXArgs, cwd: Path) -> int:
     """Returns the estimated size of all checkpoints that a run keeps at the same time.
 
-    A checkpoint has the weights, and for each trained parameter the optimizer's two states, and a fp32 copy
-    if the weights are of 16 bits. cwd: folder to which relative paths refer.
+    A checkpoint has the weights. For each trained parameter it has the optimizer's two states, a fp32 copy of
+    16-bit weights, and the average of `ema_decay`. cwd: folder to which relative paths refer.
     """
     import contextlib
 
@@ -26,6 +26,7 @@ def checkpoint_bytes(args: NeoXArgs, cwd: Path) -> int:
             args = with_vocabulary(args, build_tokenizer(args))
     size = model_size(args.for_world(1))
     element, states = (4, 8) if args.precision == "fp32" else (2, 12)
+    states += 4 if args.ema_decay is not None else 0
     optimizer = 0 if args.compat_no_save_optim else states * size.trained
     return kept_checkpoints(args) * (element * size.total + optimizer)
 

@@ -15,9 +15,9 @@ from megatron.pipelines.digests import digest
 # Keys that change what is trained, but not how long a step takes
 _NO_TIME = {
     "train_iters", "seed", "data_seed", "min_lr", "warmup", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction",
-    "weight_decay", "gradient_clipping", "save", "load", "log_dir", "tensorboard_dir", "finetune", "data_path",
-    "train_data_paths", "valid_data_paths", "test_data_paths", "split", "eval_interval", "eval_iters", "log_interval",
-    "checkpoint_factor", "keep_last_n_checkpoints",
+    "weight_decay", "gradient_clipping", "save", "load", "log_dir", "tensorboard_dir", "finetune", "load_ema",
+    "data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "split", "eval_interval",
+    "eval_iters", "log_interval", "checkpoint_factor", "keep_last_n_checkpoints",
 }  # fmt: skip
 
 

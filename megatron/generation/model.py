@@ -92,8 +92,10 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
             f"the checkpoint {path} holds adapters itself; set load to its base model and list all adapters in adapter",
         )
     checkpoint = None
+    if args.load_ema and (from_hf or holds_adapters or adapters):
+        raise args.error("load_ema", f"{path}: is no checkpoint with averages, or has adapters; remove load_ema")
     if not (from_hf or holds_adapters or adapters):
-        checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path))
+        checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path, averaged=args.load_ema))
         checkpoint.verify(groups=groups)
     adapter_rows = on_rank_zero(groups, lambda: max([0, *(peft_vocab_size(name) for name, _ in adapters)]))
     args, saved, files, columns = _read_vocabulary(path, from_hf, adapter_rows, args, groups, tokenizer, logger)
@@ -113,7 +115,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
             check_model({**saved, "lora": None}, args, str(path))
         load, origin, pairs = _merging_loader(path, base, adapters, args, groups, tokenizer)
     stage = build_filled_stage(args, groups, load, logger.info, at_once=checkpoint is not None)
-    logger.info(f"weights of {origin}, in {args.params_dtype}")
+    kind = "averaged weights" if args.load_ema else "weights"
+    logger.info(f"{kind} of {origin}, in {args.params_dtype}")
     model = Model(
         args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path),
         adapters=tuple((str(adapter.path), factor) for adapter, factor in pairs) if adapters else (),

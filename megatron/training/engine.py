@@ -5,6 +5,7 @@ batches. `engine_choice` chooses the engine of a run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,13 @@ class Engine(RunEngine, Protocol):
 
         weights: this rank's tensor-parallel parts by layer and name, in any float dtype.
         """
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Within the block, the model's weights are their averages (`ema_decay`). Do not train or save in it.
+
+        Only the native engine keeps averages.
+        """
+        raise NotImplementedError
 
     def gather_weights(
         self, writer_of: Mapping[int, int], copy: HostCopy, name_filter: Callable[[str], bool] | None = None

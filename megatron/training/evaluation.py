@@ -175,7 +175,9 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     metrics = objective.metrics if trains_preferences(args) else statistics_of(objective)
     perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
     names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences, *objective.validated)
-    places = ("validation", *(f"validation/{name}" for name in valid_sets(args)))
+    places = ["validation", *(f"validation/{name}" for name in valid_sets(args))]
+    if args.ema_decay is not None:  # of the averaged weights
+        places += [place.replace("validation", "validation/ema", 1) for place in places]
     return [f"{place}/{name}" for place in places for name in ("lm_loss", *names)]
 
 

@@ -39,6 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="auto", help="dtype of the written weights; auto: the checkpoint's"
     )
+    parser.add_argument("--ema", action="store_true", help="write the averages of the weights, of a run with ema_decay")
     parser.add_argument(
         "--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="write no tokenizer into the folder"
     )
@@ -84,7 +85,9 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
             {f"{options.output_dir}/{name}": size for name, size in export_plan(source, args, **export_options).items()}
         )
         return None
-    return export_hf(source, args, options.output_dir, progress=progress_then_check, **export_options)
+    return export_hf(
+        source, args, options.output_dir, averaged=options.ema, progress=progress_then_check, **export_options
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -137,6 +137,7 @@ def export_hf(
     output: str | Path,
     *,
     check: bool = True,
+    averaged: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: LayerProgress = no_progress,
     notes: Mapping[str, bytes] | None = None,
@@ -146,6 +147,7 @@ def export_hf(
 
     args: the checkpoint's configuration, from `load_checkpoint_args`.
     check: compare logits with those of transformers before the folder appears; false: returns None.
+    averaged: as in `OpenCheckpoint`.
     shard_bytes: largest size of a weight file.
     progress: wraps the iteration over layers, for a progress bar.
     notes: content of further .json files, by name.
@@ -155,7 +157,7 @@ def export_hf(
     manifest before they are used. A folder of an earlier conversion is replaced. After an interruption,
     repeat the call. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
-    opened = OpenCheckpoint(source)
+    opened = OpenCheckpoint(source, averaged=averaged)
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
     opened.verify(set(opened.names).difference(layer_names))
     export = _prepare(source, args, **options)

@@ -24,6 +24,12 @@ class OptimizerKeys:
         "Native engine, Adam or AdamW: dtype of the moments. bf16 takes less memory, rounds stochastically, and is "
         "another recipe than GPT-NeoX's",
     )
+    ema_decay: float | None = new_key(
+        None,
+        "Native engine: keep an exponential moving average of the weights: after each step it takes 1 - ema_decay of "
+        "the new ones. It is saved, validated as validation/ema, and loaded by load_ema",
+        gt=0, lt=1,
+    )  # fmt: skip
     overlap_optimizer_with_forward: Literal["auto"] | bool = new_key(
         "auto",
         "Native engine: overlap a step's update with the next forward, updating each layer's weights before "
@@ -185,6 +191,10 @@ class CheckpointKeys:
     )
     local_save_interval: int = new_key(0, "Iterations between copies in local_save", ge=0)
     finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")
+    load_ema: bool = new_key(
+        False, "Take the average of the weights from `load` (ema_decay) instead of the last weights; training: with "
+        "finetune"
+    )  # fmt: skip
     init_only: bool = new_key(
         False, "train.py: write the initial weights of this seed into `save`, as iteration 0, and end; needs no GPU"
     )

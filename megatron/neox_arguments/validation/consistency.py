@@ -294,6 +294,20 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
             )
     if any(iteration < 0 for iteration in args.extra_save_iters or ()):
         problems.add("extra_save_iters", "expected iterations of at least 0")
+    _averages(args, problems)
+
+
+def _averages(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Checks what an average of the weights cannot be combined with."""
+    if args.ema_decay is None:
+        return
+    if args.lora is not None:
+        problems.add("ema_decay", f"averages no adapters; remove it, or lora {args.cite('lora')}")
+    if args.compat_no_save_optim:
+        place = args.cite("compat_no_save_optim")
+        problems.add("ema_decay", f"is saved with the optimizer's state, which compat_no_save_optim {place} leaves out")
+    if "ema" in (args.valid_sets or {}):
+        problems.add("valid_sets.ema", "is the place of the averaged weights' validation (ema_decay); rename the set")
 
 
 def _best(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -311,6 +325,8 @@ def _best(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if metric.startswith("validation/") and args.eval_iters == 0:
         message = f"needs validation: eval_iters is {args.cite('eval_iters')}; set it to a number of batches"
         problems.add("save_best", message)
+    if metric.startswith("validation/ema/") and args.ema_decay is not None:
+        problems.add("save_best", f"{metric} is of the averaged weights, but the last ones are kept; name another one")
     if metric.startswith("eval_tasks/") and not args.eval_tasks:
         problems.add("save_best", f"{metric}: eval_tasks lists no task; add the task of this metric")
 

@@ -26,14 +26,29 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
     `row`.
 
     Named sets (`valid_sets`) are logged as `validation/NAME/...`. If there is no other validation set, the
-    values of `validation/...` are those of all their tokens together. Does nothing without any such set, or
-    with `eval_iters: 0`.
+    values of `validation/...` are those of all their tokens together. With `ema_decay`, the averaged weights
+    are measured too, as `validation/ema/...` and `validation/ema/NAME/...`. Does nothing without any such
+    set, or with `eval_iters: 0`.
     """
     sets = training.datasets
     name, dataset = ("validation", sets.valid) if set_name == "valid" else ("test", sets.test)
     named_sets = sets.valid_sets if set_name == "valid" else {}
     if not (dataset or named_sets) or training.args.eval_iters == 0:
         return
+    results = _measured(training, name, dataset, named_sets)
+    if training.args.ema_decay is not None:
+        with training.engine.averaged_weights():
+            results |= _measured(training, f"{name}/ema", dataset, named_sets)
+    for title, values in results.items():
+        row.update({f"{title}/{metric}": value for metric, value in values.items()})
+        _tell(training, title, iteration, values)
+
+
+def _measured(
+    training: Training, name: str, dataset: SampleSet | None, named_sets: Mapping[str, SampleSet]
+) -> dict[str, dict[str, float]]:
+    """Returns the metrics of the sets by title: `name` for the set, or for all named sets together, and
+    `name/KEY` for each named one."""
     results, sums = {}, []
     if dataset is not None:
         results[name] = _run(training, name, lambda: _results(training, dataset, name))
@@ -43,9 +58,7 @@ def validate(training: Training, set_name: str, iteration: int, row: dict[str, f
         results[title] = _values(sums[-1].result())
     if dataset is None:
         results[name] = _values(functools.reduce(operator.add, sums).result())
-    for title, values in results.items():
-        row.update({f"{title}/{metric}": value for metric, value in values.items()})
-        _tell(training, title, iteration, values)
+    return results
 
 
 def _run(training: Training, title: str, work: Callable[[], Result]) -> Result:

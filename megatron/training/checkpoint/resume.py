@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing import (
+    AVERAGE,
     MASTER,
     CheckpointError,
     ConfigChange,
@@ -31,8 +32,6 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.adapters import adapter_model
 from megatron.checkpointing.huggingface import has_hf_score, load_hf_weights, vocab_size_from_hf
-from megatron.checkpointing.resharding import PRECISIONS
-from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
@@ -48,11 +47,12 @@ from megatron.training.checkpoint.run_parts import Origin, RunParts, TrainingPro
 from megatron.training.checkpoint.same_run import (
     changed_keys,
     check_parent,
+    check_precision,
     check_same_run,
     moments_of,
     restarts_data,
 )
-from megatron.training.checkpoint.source import CheckpointSource, or_earlier
+from megatron.training.checkpoint.source import CheckpointSource, check_averaged, or_earlier
 from megatron.training.schedules import resumed_schedule
 
 _Load = Callable[..., dict[int, dict[str, Tensor]]]
@@ -88,6 +88,7 @@ class CheckpointLoader:
         """
         args = self.args
         source, goes_on = self.source.path, self.source.goes_on
+        check_averaged(args, self.source)
         if source is None:
             self.logger.info("starting from freshly initialised weights")
             if args.lora is not None:
@@ -104,10 +105,11 @@ class CheckpointLoader:
         )  # weights without a run
         if imported or (args.finetune and not goes_on):
             self._check_parent(source)
-            checkpoint = self._verified(source)
-            if not self._load_weights(source, checkpoint, begins=True):
+            checkpoint = self._verified(source, averaged=args.load_ema)
+            if not self._load_weights(source, checkpoint, begins=True) and not args.load_ema:
                 self._check_forward(checkpoint)
-            self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
+            kind = "averaged weights" if args.load_ema else "weights"
+            self.logger.info(f"fine-tuning the {kind} of {source}, from iteration 0")
             return self._beginning()
         if (fallback := self.source.fallback) is not None:
             return self._resume_copy(source, fallback)
@@ -139,15 +141,15 @@ class CheckpointLoader:
         if source.path is not None and source.is_hf:
             self._load_weights(source.path, None, load_hf_weights)
         elif source.path is not None:
-            self._load_weights(source.path, self._verified(source.path))
+            self._load_weights(source.path, self._verified(source.path, averaged=self.args.load_ema))
 
-    def _verified(self, path: Path, optimizer: bool = False) -> OpenCheckpoint:
+    def _verified(self, path: Path, optimizer: bool = False, averaged: bool = False) -> OpenCheckpoint:
         """Returns the checkpoint, after checking its files. The ranks share the work.
 
         Every file must match the manifest, and weights must be finite; with `optimizer` also the optimizer's
-        state.
+        state. averaged: as in `OpenCheckpoint`.
         """
-        checkpoint = run_on_each_rank(self.groups, lambda: OpenCheckpoint(path))
+        checkpoint = run_on_each_rank(self.groups, lambda: OpenCheckpoint(path, averaged=averaged))
         manifest, sharers = checkpoint.manifest, list(range(self.groups.world_size))
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
         if self.local is not None and self._is_copy(path):
@@ -404,7 +406,7 @@ class CheckpointLoader:
         """
         path, manifest = checkpoint.path, checkpoint.manifest
         if manifest is None:
-            _check_precision(path, self.run.layout.precision)
+            check_precision(path, self.run.layout.precision)
             return
         saved, now = manifest.layout, self.run.layout
         keys = {"precision": responsible_key(("fp16", "bf16", "precision"), self.args, manifest.config)}
@@ -455,17 +457,26 @@ class CheckpointLoader:
             on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
         specs, dtype, converted = named_params(self.args), DTYPES[self.args.optimizer_state_dtype], set[torch.dtype]()
+        averages = [False]  # whether the file has those of this rank's parameters
 
         def read(layer: int, name: str) -> dict[str, Tensor]:
             return files.read(layer, specs[layer, name], tensor_rank, tensor_size)
 
         def moments(layer: int, name: str) -> dict[str, Tensor]:
             state = {key: value for key, value in read(layer, name).items() if key != MASTER}
+            averages[0] |= AVERAGE in state
+            if self.args.ema_decay is None:
+                state.pop(AVERAGE, None)
             adam = {key: value for key, value in state.items() if key in ("exp_avg", "exp_avg_sq")}
             converted.update(value.dtype for value in adam.values() if value.dtype != dtype)
             return state | {key: value.to(dtype) for key, value in adam.items()}
 
         run_on_each_rank(self.groups, lambda: self.engine.restore_state(moments))
+        if averages[0] != (self.args.ema_decay is not None):
+            text = (
+                "its averaged weights are dropped" if averages[0] else "it has none, so averages begin with its weights"
+            )
+            self.logger.warning(f"ema_decay: {files.path}: {text}")
         for saved in converted:
             rounding = "" if saved.itemsize < dtype.itemsize else ", rounded to nearest"
             names = [str(moment_dtype).removeprefix("torch.") for moment_dtype in (saved, dtype)]
@@ -482,13 +493,3 @@ class CheckpointLoader:
 
             run_on_each_rank(self.groups, read_masters)
             self.engine.set_weights(masters)
-
-
-def _check_precision(path: Path, now: str) -> None:
-    """Raise CheckpointError if a GPT-NeoX checkpoint was saved in another precision than `now`."""
-    saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_checkpoint(path).dtypes}
-    if saved != {now}:
-        raise CheckpointError(
-            f"{path}: its optimizer state is for precision {', '.join(sorted(saved))}, but this run has {now}; set the "
-            "checkpoint's precision, or no_load_optim: true to resume with the weights only"
-        )

@@ -19,6 +19,8 @@ from megatron.checkpointing import (
     responsible_key,
 )
 from megatron.checkpointing.manifest import MANIFEST
+from megatron.checkpointing.resharding import PRECISIONS
+from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.data import DataState, path_key
 from megatron.data.files import sha256
 from megatron.neox_arguments import ModelArgs, NeoXArgs
@@ -267,3 +269,13 @@ def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         elif saved_value != value:
             differences.append(f"{key} was {saved_value}, is {value}")
     return differences
+
+
+def check_precision(path: Path, now: str) -> None:
+    """Raise CheckpointError if a GPT-NeoX checkpoint was saved in another precision than `now`."""
+    saved = {PRECISIONS.get(dtype, str(dtype)) for dtype in describe_checkpoint(path).dtypes}
+    if saved != {now}:
+        raise CheckpointError(
+            f"{path}: its optimizer state is for precision {', '.join(sorted(saved))}, but this run has {now}; set the "
+            "checkpoint's precision, or no_load_optim: true to resume with the weights only"
+        )

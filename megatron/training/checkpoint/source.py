@@ -101,6 +101,16 @@ def _loaded_checkpoint(args: NeoXArgs, load: str) -> CheckpointSource:
     return CheckpointSource(_with_manifest(find_checkpoint(load, args.iteration), args), False)
 
 
+def check_averaged(args: NeoXArgs, source: CheckpointSource) -> None:
+    """Raise ConfigError if `load_ema` is set, but the run begins from no averaged weights alone."""
+    if not args.load_ema or source.goes_on:
+        return
+    if source.path is None or source.is_hf:
+        raise args.error("load_ema", "needs a checkpoint with averages; name it by load, or remove load_ema")
+    if not args.finetune:
+        raise args.error("load_ema", "takes weights alone; set finetune: true, or remove load_ema")
+
+
 def fetch_remote_source(args: NeoXArgs) -> None:
     """Fetch the checkpoint or model that the run starts from, if it is remote; else do nothing.
 

@@ -373,13 +373,14 @@ class CheckpointWriter:
     def part_size(self) -> int:
         """Estimates the bytes that this rank writes to a checkpoint.
 
-        They are weights, on data rank 0, and its share of Adam's moments and fp32 master weights.
+        They are weights, on data rank 0, and its share of Adam's moments, fp32 master weights and averages.
         """
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
         elements = elements if self.base is None else trained
         writes_weights = self.groups.rank("data_context") == 0
         weights = elements * self.engine.dtype.itemsize if writes_weights else 0
-        state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data_context")
+        element = (8 if self.engine.dtype == torch.float32 else 12) + (4 if self.args.ema_decay is not None else 0)
+        state = element * trained // self.groups.size("data_context")
         return weights if self.args.compat_no_save_optim else weights + state
 
     def states(self, progress: TrainingProgress, ephemeral: bool = False) -> Iterator[tuple[str, Any]]:

@@ -85,6 +85,9 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
         yield f"{args.origin('optimizer.type')}: {name} runs on the native engine only; write engine: native"
+    if args.ema_decay is not None:
+        place = f"{args.origin('ema_decay')}: ema_decay"
+        yield f"{place}: weights are averaged by the native engine only; write engine: native"
     if args.on_out_of_memory == "split":
         place = f"{args.origin('on_out_of_memory')}: on_out_of_memory: split"
         fix = "write engine: native, or on_out_of_memory: stop"

@@ -1,13 +1,14 @@
 """Implements the native engine, which trains with torch alone, in any parallel layout."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpointing import MASTER, CheckpointError, OpenCheckpoint
+from megatron.checkpointing import AVERAGE, MASTER, CheckpointError, OpenCheckpoint
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
@@ -153,6 +154,32 @@ class NativeEngine(Engine):
             layer_weights.setdefault(layer, {})[name] = full.to("cpu", copy=True)
         return layer_weights
 
+    def _average(self, shard: Shard) -> Tensor | None:
+        """Returns the average of a weight, which is the weight itself before the first step.
+
+        None without `ema_decay`."""
+        if self.args.ema_decay is None:
+            return None
+        return self._update.averages.get(shard.local, shard.local.detach())
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        self.finish_update()
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        """Exchange weights and their averages, one weight at a time."""
+        for weight, average in self._update.averages.items():
+            value = weight.detach().clone()
+            weight.copy_(average)
+            average.copy_(value)
+        self.shards.publish(self.shards.trained)
+
     def weight_copies(self) -> dict[str, Tensor]:
         self.finish_update()
         copies = quantized_copies(self._stage, self.args, self.groups)
@@ -211,6 +238,7 @@ class NativeEngine(Engine):
         is_worker, full = worker == self.shards.workers[0], {}
         state = self._update.state.get(shard.local, {})
         parts = {MASTER: shard.local.detach()} if self.dtype != torch.float32 else {}
+        parts |= {AVERAGE: average} if (average := self._average(shard)) is not None else {}
         parts |= {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
         for key, part in parts.items():
             value = self.shards.gather(shard, part, worker)
@@ -225,7 +253,12 @@ class NativeEngine(Engine):
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         self.finish_update()
         for shard in self.shards.trained:
-            state = read(shard.layer, shard.name)
+            state = dict(read(shard.layer, shard.name))
+            average = state.pop(AVERAGE, None)
+            if average is not None and self.args.ema_decay is not None:
+                self._update.averages[shard.local] = shard.slice_of(average).to(
+                    shard.local.device, torch.float32, copy=True
+                )
             if state:
                 self._update.state[shard.local] = {
                     key: value.to(shard.local.device, torch.float32, copy=True)
@@ -268,7 +301,9 @@ class NativeEngine(Engine):
         is_sharded = self.zero_stage > 0
         masters = [] if is_sharded or shard.local is shard.param else [shard.local]
         states = state_tensors({shard.local: self._update.state.get(shard.local, {})})
-        return {"weights": [shard.local if is_sharded else shard.param], "optimizer states": [*masters, *states]}
+        averages = [self._update.averages[shard.local]] if shard.local in self._update.averages else []
+        weights: list[Tensor] = [shard.local if is_sharded else shard.param]
+        return {"weights": weights, "optimizer states": [*masters, *states, *averages]}
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
         """Returns those of `tensors` that count on this rank, so that each element counts once over all
@@ -285,7 +320,10 @@ class NativeEngine(Engine):
 
     def sharded_states(self) -> dict[str, Parts]:
         self.finish_update()
-        states = [self._update.state.get(shard.local, {}) for shard in self.shards.trained]
+        states = [dict(self._update.state.get(shard.local, {})) for shard in self.shards.trained]
+        for shard, state in zip(self.shards.trained, states, strict=True):
+            if (average := self._average(shard)) is not None:
+                state[AVERAGE] = average
         keys = [key for state in states for key, value in state.items() if key != "step"]
         return {key: self._parts([state.get(key) for state in states]) for key in dict.fromkeys(keys)}
 

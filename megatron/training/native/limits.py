@@ -55,6 +55,8 @@ def native_only_feature(args: NeoXArgs) -> str | None:
         return f"optimizer.type ({args.origin('optimizer.type')}) {args.optimizer['type']}"
     if args.optimizer_state_dtype == "bf16":
         return f"optimizer_state_dtype ({args.origin('optimizer_state_dtype')}) bf16"
+    if args.ema_decay is not None:
+        return f"ema_decay ({args.origin('ema_decay')}) {args.ema_decay}"
     if args.on_out_of_memory == "split":
         return f"on_out_of_memory ({args.origin('on_out_of_memory')}) split"
     if args.expert_parallel_size > 1:

@@ -46,6 +46,7 @@ class Update:
     One optimizer updates all weights. With `overlap_optimizer_with_forward` each module has an optimizer of
     its own, which runs during the next forward.
     state: the state of all optimizers, by `Shard.local`.
+    averages: the moving averages of weights (`ema_decay`), fp32, by `Shard.local`; {} before the first step.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Update:
         for part in self._parts:
             self.state.update(part.optimizer.state)
             part.optimizer.state = self.state
+        self.averages: dict[Tensor, Tensor] = {}
+        self._ema_decay, self._new_share = args.ema_decay, torch.zeros(())
         self._schedule = UpdateSchedule(stage, shards_by_user, groups.device) if overlapped else None
         self._fused = args.fused_update is True
         self._clips_inside = all(
@@ -107,6 +110,8 @@ class Update:
             gradients = self._judged(gradients, norm, skip)
         gradient_of = dict(zip(self._weights.trained, gradients, strict=True))
         found_inf = skip.float()
+        if self._ema_decay is not None:
+            self._new_share = (1.0 - self._ema_decay) * (1.0 - found_inf)  # 0 if the step is skipped
         scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0) if self._max_norm > 0.0 else None
         updates: dict[nn.Module, PartialUpdate] = {}
         for user, shards, optimizer in self._parts:
@@ -138,6 +143,10 @@ class Update:
     def _run(
         self, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, shard_gradients: Sequence[Tensor | None]
     ) -> None:
+        if self._ema_decay is not None:  # begins with the weights before the first update
+            for shard in shards:
+                if shard.local not in self.averages:
+                    self.averages[shard.local] = shard.local.detach().float().clone()
         if isinstance(optimizer, FusedAdamW):
             optimizer.gradients = {
                 shard.local: gradient for shard, gradient in zip(shards, shard_gradients, strict=True)
@@ -146,6 +155,9 @@ class Update:
             for shard, gradient in zip(shards, shard_gradients, strict=True):
                 shard.local.grad = gradient
         optimizer.step()
+        if self._ema_decay is not None:
+            for shard in shards:
+                self.averages[shard.local].lerp_(shard.local.detach().float(), self._new_share)
         if not self._fused:  # a fused update has already written the weights
             self._weights.publish(shards)
 
@@ -164,6 +176,7 @@ class Update:
         if self._schedule is not None:
             self._schedule.close()
         self.state.clear()
+        self.averages.clear()
 
 
 def build_native_optimizer(

@@ -82,6 +82,7 @@ def describe_reference(
     """
     return {
         "weights": weight_digests(args, source, groups),
+        **({"averaged": True} if args.load_ema else {}),
         "model": {**forward_keys(args), **model_keys(args)},
         "tokenizer": tokenizer.fingerprint(),
         "precision": _precision(args, groups),
