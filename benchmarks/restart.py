@@ -100,19 +100,22 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
     return seconds, memory
 
 
-def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[float, str]:
-    """Returns the seconds of a run of the quickstart model, and the last line of deepy.py.
+def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[list[float], list[float], str]:
+    """Returns seconds of a run of the quickstart model, and the last line of deepy.py.
 
-    Its rank is killed every STEPS_PER_FAULT steps. It keeps its last steps in memory (`local_save`).
+    The first list has those of each step. The second has those from each kill to the next step that the run
+    had not reached before. Its rank is killed every STEPS_PER_FAULT steps. It keeps its last steps in memory
+    (`local_save`).
     """
-    save, memory = folder / f"kills_{kills}", Path("/dev/shm") / f"neox_{os.getpid()}"
+    save, memory = folder / "run", Path("/dev/shm") / f"neox_{os.getpid()}"
     keys = {"save": str(save), "load": str(save), "tensorboard_dir": None, "log_interval": 1, "train_iters": steps,
-            "max_restarts": max(kills, 1),  # so that both runs have spares
-            "local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}  # fmt: skip
+            "max_restarts": kills, "local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}  # fmt: skip
     configs = ["configs/quickstart.yml", "configs/local_setup.yml"]
     settings = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "1", "train.py", *configs, "--set", *settings]
-    killed, last_line, begin = 0, "", time.monotonic()
+    step_seconds: list[float] = []
+    lost: list[float] = []
+    last_line, kills_so_far, reached, last_time = "", 0, 0, 0.0
     try:
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -121,14 +124,20 @@ def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[float, str]:
             for line in process.stdout:
                 last_line = line.strip() or last_line
                 match = re.search(r"iteration +(\d+)/", line)
-                if match and killed < kills and int(match[1]) >= STEPS_PER_FAULT * (killed + 1):
+                if not match or int(match[1]) <= reached:  # or a step once more
+                    continue
+                now = time.monotonic()
+                if reached:
+                    (lost if len(lost) < kills_so_far else step_seconds).append(now - last_time)
+                reached, last_time = int(match[1]), now
+                if kills_so_far < kills and reached >= STEPS_PER_FAULT * (kills_so_far + 1):
                     os.kill(ranks_of(process.pid)[0][0], signal.SIGKILL)
-                    killed += 1
+                    kills_so_far += 1
     finally:
         shutil.rmtree(memory, ignore_errors=True)
     if process.returncode != 0:
         sys.exit(f"restart.py: the run ended with code {process.returncode}: {last_line}")
-    return time.monotonic() - begin, last_line
+    return step_seconds, lost, last_line
 
 
 def main() -> int:
@@ -137,21 +146,23 @@ def main() -> int:
     parser.add_argument(
         "--share",
         action="store_true",
-        help=f"instead kill the quickstart model every {STEPS_PER_FAULT} steps, and compare its time with that of an "
-        "undisturbed run",
+        help=f"instead kill the quickstart model every {STEPS_PER_FAULT} steps, and print the share of its time that "
+        "its steps took",
     )
     options = parser.parse_args()
     subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
     assert DATA.exists()
     if options.share:
         with tempfile.TemporaryDirectory() as folder:
-            steps = STEPS_PER_FAULT * (options.kills + 1)
-            disturbed, last_line = seconds_of_run(Path(folder), steps, options.kills)
-            undisturbed, _ = seconds_of_run(Path(folder), steps, 0)
+            steps = STEPS_PER_FAULT * options.kills + STEPS_PER_KILL
+            step_seconds, lost, last_line = seconds_of_run(Path(folder), steps, options.kills)
+        useful = STEPS_PER_FAULT * statistics.mean(step_seconds)
+        lost_by_kill = statistics.mean(lost) - statistics.mean(step_seconds)  # the step after it is useful
         print(last_line)
+        print(f"kill to next new step: {', '.join(f'{gap:.1f}' for gap in lost)} s")
         print(
-            f"{steps} steps take {undisturbed:.0f} s, and {disturbed:.0f} s with {options.kills} kills: effective time "
-            f"{undisturbed / disturbed:.1%}"
+            f"{STEPS_PER_FAULT} steps take {useful:.1f} s, and a kill loses {lost_by_kill:.1f} s: effective time "
+            f"{useful / (useful + lost_by_kill):.1%}"
         )
         return 0
     medians = []
