@@ -46,7 +46,7 @@ def test_kept_and_found_again_but_not_with_a_wrong_weight(
     assert "logits it was saved with" in run_ranks(output_of_run, TABLE[other_layout][0], loaded_values)[0]
     as_stopped_at(2, saved, damaged)
     weight = "attention.query_key_value.weight"
-    change_file(damaged / "global_step2", "layer_03-model_00-model_states.pt", lambda state: state[weight].mul_(1.2))
+    change_file(damaged / "global_step2", "layer_03-model_00-model_states.pt", lambda state: state[weight].mul_(4.0))
     with pytest.raises(AssertionError, match=r"CheckpointError.*logits.* differ by up to \d.* \(allowed: \d"):
         run_ranks(run_to_end, ranks, values(tmp_path / "no", layout, load=str(damaged), **load_keys))
     assert not list((tmp_path / "no").glob("global_step*"))
