@@ -159,12 +159,13 @@ def _slow(folder: Path) -> None:
 
 
 def _close_sockets(folder: Path) -> None:
-    """Shuts down every TCP connection of this process, as a broken network does."""
+    """Shuts down every TCP connection of this process, as a broken network does. Sockets that listen stay."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
                         connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue
