@@ -41,8 +41,12 @@ _EXPERT_KEYS = (
     "moe_expert_interval", "moe_layer_freq", "expert_ffn_size", "moe_latent_size",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_top_k", "router_scores",
     "norm_topk_prob", "moe_router_topk_scaling_factor",
-    "moe_router_num_groups", "moe_router_group_topk", "moe_router_bias", "moe_expert_bias",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score", "moe_router_bias", "moe_expert_bias",
     "moe_expert_tensor_parallel",
+)  # fmt: skip
+# More such keys, for models with latent attention.
+_LATENT_KEYS = (
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon",
 )  # fmt: skip
 # More such keys, for models with other blocks than attention plus MLP.
 _BLOCK_KEYS = (
@@ -247,6 +251,7 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
 def model_keys(args: ModelArgs) -> dict[str, Any]:
     """Returns the configuration keys that decide the shapes of weights or the logits, with their values."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
+    keys += _LATENT_KEYS if args.kv_lora_rank is not None else ()
     keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) else ()
     keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
@@ -307,7 +312,7 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_BLOCK_KEYS)
+        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *_BLOCK_KEYS)
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:

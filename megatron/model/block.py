@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.model.attention import AttentionBackends, AttentionInputs, SelfAttention
+from megatron.model.attention import AttentionBackends, AttentionInputs, LatentAttention, SelfAttention
 from megatron.model.cache import LayerCache, StateCache
 from megatron.model.mamba import Mamba, Mamba2, ScanKernels, StateInputs
 from megatron.model.mlp import MLP
@@ -58,7 +58,7 @@ class SubLayer(Protocol):
 
 # The kinds of sublayers. A block has the first kind whose `spec` is not None, or none of them. To add a kind,
 # write a class in its own file, and an entry here.
-MIXERS: tuple[type[Any], ...] = (SelfAttention, Mamba, Mamba2)
+MIXERS: tuple[type[Any], ...] = (LatentAttention, SelfAttention, Mamba, Mamba2)
 FEED_FORWARDS: tuple[type[Any], ...] = (MoE, MLP)
 # The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
 _SUBMODULES = (
@@ -126,7 +126,7 @@ class Block(nn.Module):
         self.tensor_rank = groups.rank("tensor")  # each tensor rank has other attention heads
         self.context_offset = groups.rank("context") * groups.size("tensor")  # each context rank has other tokens
         self.one_norm = "post_attention_layernorm" not in spec.norms
-        mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
+        mixer, feed_forward = kind_of(MIXERS, spec.mixer), kind_of(FEED_FORWARDS, spec.feed_forward)
         self.mixer_name = None if mixer is None else mixer.module_name
         for name in _SUBMODULES:
             if name == self.mixer_name:
@@ -141,7 +141,7 @@ class Block(nn.Module):
         """Returns the specs of the parameters that the constructor allocates, in GPT-NeoX's registration
         order."""
         params = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
-        mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
+        mixer, feed_forward = kind_of(MIXERS, spec.mixer), kind_of(FEED_FORWARDS, spec.feed_forward)
         if mixer is not None:
             params[mixer.module_name] = mixer.params(spec.mixer)
         if feed_forward is not None:
@@ -257,6 +257,6 @@ _RESIDUAL_FORMS = {
 }
 
 
-def _kind(table: Sequence[type[Any]], spec: Any) -> Any:
+def kind_of(table: Sequence[type[Any]], spec: Any) -> Any:
     """Returns the class in `table` that the type of `spec` belongs to; None if `spec` is None."""
     return None if spec is None else next(kind for kind in table if isinstance(spec, kind.Spec))

@@ -1,12 +1,16 @@
 """Makes the specs of layers from the configuration."""
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
 
 from megatron.model.specs import (
     AttentionSpec,
     DenseSpec,
     EmbeddingSpec,
     HeadNormSpec,
+    LatentAttentionSpec,
     MoESpec,
     NormSpec,
     RelativeSpec,
@@ -65,7 +69,7 @@ def rotary_spec(args: ModelArgs, *, local: bool = False) -> RotarySpec:
         scaling. Otherwise they have the settings of all layers.
     """
     # NeoX rounds the rotated width down to an even number of dimensions.
-    width, positions = int(args.head_dim * args.rotary_pct) // 2 * 2, args.max_position_embeddings
+    width, positions = args.rotary_width // 2 * 2, args.max_position_embeddings
     if local and args.rope_local_base_freq is not None:
         return RotarySpec(width, args.rope_local_base_freq, positions, interleaved=args.rotary_interleaved)
     return RotarySpec(width, args.rotary_emb_base, positions, args.rope_scaling, args.rotary_interleaved)
@@ -108,6 +112,34 @@ def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
         lora=lora_spec(args, block),
     )  # fmt: skip
+
+
+def latent_attention_spec(args: ModelArgs, block: int) -> LatentAttentionSpec | None:
+    """Returns the latent attention of block number `block`, counted from 0; None if the block has another
+    mixer."""
+    attention = attention_spec(args, block)
+    if attention is None or args.kv_lora_rank is None:
+        return None
+    assert args.qk_nope_head_dim and args.qk_rope_head_dim and args.v_head_dim  # `validate_model` needs them
+    shared = {field.name: getattr(attention, field.name) for field in fields(attention)}
+    scale = (attention.scale or args.head_dim**-0.5) * logit_growth(args.rope_scaling) ** 2
+    return LatentAttentionSpec(
+        **{**shared, "scale": scale}, latent=args.kv_lora_rank, query_latent=args.q_lora_rank,
+        nope_dim=args.qk_nope_head_dim, rope_dim=args.qk_rope_head_dim, v_head_dim=args.v_head_dim,
+        latent_eps=args.latent_norm_epsilon,
+    )  # fmt: skip
+
+
+def logit_growth(scaling: Mapping[str, Any] | None) -> float:
+    """Returns the root of the factor by which YaRN grows the logits of latent attention: 0.1 mscale_all_dim
+    ln(factor) + 1.
+
+    It is 1 without `mscale_all_dim`. scaling: the value of the key `rope_scaling`. DeepSeek's models have it
+    beside YaRN's factor of the rotary tables.
+    """
+    if scaling is None or not scaling["mscale_all_dim"]:
+        return 1.0
+    return 0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1.0
 
 
 def attention_scale(args: ModelArgs) -> float | None:
@@ -153,6 +185,7 @@ def moe_spec(args: ModelArgs, block: int) -> MoESpec | None:
         hidden=args.hidden_size, experts=args.moe_num_experts, top_k=args.moe_top_k,
         sinkhorn=args.moe_router_type == "sinkhorn", scores=args.router_scores, normalized=args.norm_topk_prob,
         factor=args.moe_router_topk_scaling_factor, groups=groups, top_groups=args.moe_router_group_topk or groups,
+        group_score=args.moe_router_group_score,
         bias=args.moe_router_bias, bias_update_rate=args.moe_router_bias_update_rate, jitter=args.moe_jitter_eps or 0.0,
     )  # fmt: skip
     latent, sharded = args.moe_latent_size, args.moe_expert_tensor_parallel == "cut"

@@ -40,7 +40,8 @@ class CacheRows:
 class LayerCache(NamedTuple):
     """The cached keys (already rotated) and values of one attention layer on this rank.
 
-    keys, values: `[blocks, block_size, kv_heads, head_dim]`. rows: the slots that `put` writes and `read`
+    keys, values: `[blocks, block_size, kv_heads, head_dim]`; the same tensor if keys are also the values, as
+        in latent attention. rows: the slots that `put` writes and `read`
         reads.
     """
 
@@ -50,7 +51,8 @@ class LayerCache(NamedTuple):
 
     def put(self, k: Tensor, v: Tensor) -> None:
         """Writes the keys and values `[rows, kv_heads, seq, head_dim]` of new tokens to their slots."""
-        for pool, x in ((self.keys, k), (self.values, v)):
+        pools = ((self.keys, k), (self.values, v))
+        for pool, x in pools[:1] if self.values is self.keys else pools:
             pool.view(-1, *pool.shape[2:]).index_copy_(0, self.rows.slots, x.transpose(1, 2).flatten(0, 1))
 
     def read(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -62,11 +64,9 @@ class LayerCache(NamedTuple):
         """
         for start, end, blocks in self.rows.parts:
             table = self.rows.table[start:end, :blocks].flatten()
-            yield (
-                slice(start, end),
-                self._gather(self.keys, 0, table, blocks),
-                self._gather(self.values, 1, table, blocks),
-            )
+            keys = self._gather(self.keys, 0, table, blocks)
+            values = keys if self.values is self.keys else self._gather(self.values, 1, table, blocks)
+            yield slice(start, end), keys, values
 
     def _gather(self, pool: Tensor, buffer_id: int, table: Tensor, blocks: int) -> Tensor:
         shape = pool.shape[1:]
@@ -132,7 +132,7 @@ class KVCache:
 
     @staticmethod
     def empty(
-        heads: Mapping[int, tuple[int, int]],
+        shapes: Mapping[int, Sequence[tuple[int, int]]],
         blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -142,7 +142,8 @@ class KVCache:
     ) -> KVCache:
         """Returns a cache without rows, filled with zeros, because even masked values must be finite numbers.
 
-        heads: (key-value heads, head_dim) of each layer with keys and values, by NeoX layer index.
+        shapes: (heads, head_dim) of a token's keys and of its values, by NeoX layer index; only one if keys
+            are also the values.
         blocks: number of blocks in the pool of each of these layers.
         states: the shapes of each layer with states, by NeoX layer index.
         texts: number of texts for which these layers have states.
@@ -150,12 +151,12 @@ class KVCache:
         no_rows = torch.empty(0, 0, dtype=torch.long)
         rows = CacheRows(no_rows.flatten(), no_rows, (), {})
         layers: dict[int, LayerCache | StateCache] = {}
-        for layer, shape in heads.items():
-            keys, values = (_zeros((blocks, block_size, *shape), dtype, device) for _ in range(2))
-            layers[layer] = LayerCache(keys, values, rows)
-        for layer, shapes in states.items():
-            last_inputs = _zeros((texts, *shapes.last_inputs), dtype, device)
-            layers[layer] = StateCache(last_inputs, _zeros((texts, *shapes.state), shapes.state_dtype, device), rows)
+        for layer, token_shapes in shapes.items():
+            pools = [_zeros((blocks, block_size, *shape), dtype, device) for shape in token_shapes]
+            layers[layer] = LayerCache(pools[0], pools[-1], rows)
+        for layer, sizes in states.items():
+            last_inputs = _zeros((texts, *sizes.last_inputs), dtype, device)
+            layers[layer] = StateCache(last_inputs, _zeros((texts, *sizes.state), sizes.state_dtype, device), rows)
         return KVCache(layers, rows, block_size)
 
     @property

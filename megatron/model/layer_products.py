@@ -35,7 +35,8 @@ def mixing_products(mixer: MixerSpec | None, row_length: float) -> float:
     """
     match mixer:
         case AttentionSpec():
-            return row_length * mixer.heads * mixer.head_dim  # two products of half a square
+            # Scores and values: two products of half a square
+            return row_length / 2 * mixer.heads * (mixer.head_dim + mixer.value_dim)
         case MambaSpec():
             return 3.0 * mixer.inner * mixer.state  # of the decay, of what is added, of the output
         case Mamba2Spec():

@@ -1,13 +1,13 @@
 """The model's layers as data: frozen descriptions (specs), made once from the configuration.
 
 All code that depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes,
-FLOPs, partitioning and conversion. So every block may differ from the others. A mixer is attention, Mamba or
-Mamba 2; a feed-forward is dense or a mixture of experts. Other kinds are added to the tables in
-`model.block`.
+FLOPs, partitioning and conversion. So every block may differ from the others. A mixer is attention, latent
+attention, Mamba or Mamba 2; a feed-forward is dense or a mixture of experts. Other kinds are added to the
+tables in `model.block`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from megatron.mpu import LoraSpec
@@ -142,6 +142,50 @@ class AttentionSpec:
         """The fields on which `AttentionInputs` depend. Blocks with equal values share their inputs."""
         return self.window, self.rotary, self.backend
 
+    @property
+    def value_dim(self) -> int:
+        """The size of a value head."""
+        return self.head_dim
+
+    @property
+    def cached(self) -> "AttentionSpec":
+        """The attention over keys and values in a cache."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec(AttentionSpec):
+    """Multi-head latent attention (MLA, arXiv 2405.04434), as in DeepSeek V2 and V3.
+
+    A token's keys and values are made from a latent, which a norm follows, and from a rotary key that all
+    heads share. A head of queries and keys, of size `head_dim`, is [nope_dim | rope_dim]; the last
+    `rope_dim` dimensions have rotary positions.
+
+    latent: width of the latent of keys and values.
+    query_latent: width of the latent that queries are made from; None: they are made from hidden states.
+    v_head_dim: size of a value head.
+    latent_eps: epsilon of the latents' RMSNorms.
+    bias: the projections to latents have biases.
+    """
+
+    latent: int
+    query_latent: int | None
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+    latent_eps: float
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim
+
+    @property
+    def cached(self) -> AttentionSpec:
+        """The absorbed form: all heads read one key per token, [latent | rotary key], which is also the
+        value."""
+        width = self.latent + self.rope_dim
+        return replace(self, kv_heads=1, head_dim=width, v_head_dim=width)
+
 
 @dataclass(frozen=True)
 class DenseSpec:
@@ -172,6 +216,7 @@ class RouterSpec:
     factor: multiplies the scores of chosen experts.
     groups, top_groups: consecutive experts form `groups` groups; experts are chosen from the best
         `top_groups` only.
+    group_score: score of a group: the sum of its two best scores (best_two), or its best score (best).
     bias: the logits have biases.
     bias_update_rate: step of the untrained bias that affects only the choice of experts; None: no such bias.
     jitter: relative noise on the router's input in training; 0: no noise.
@@ -186,6 +231,7 @@ class RouterSpec:
     factor: float
     groups: int
     top_groups: int
+    group_score: str
     bias: bool
     bias_update_rate: float | None
     jitter: float

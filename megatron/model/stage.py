@@ -14,6 +14,7 @@ from megatron.data import Batch
 from megatron.model.attention import (
     AttentionBackends,
     AttentionInputs,
+    HeadAttention,
     HeadsOrder,
     SelfAttention,
     cached_inputs,
@@ -21,7 +22,7 @@ from megatron.model.attention import (
     text_inputs,
     tree_inputs,
 )
-from megatron.model.block import MIXERS, Block, DropoutSeeds
+from megatron.model.block import MIXERS, Block, DropoutSeeds, kind_of
 from megatron.model.cache import KVCache, StateShapes
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
@@ -52,7 +53,6 @@ from megatron.mpu import (
     copy_to_tensor,
     gather_from_sequence,
     mix_seed,
-    share_out,
 )
 from megatron.mpu.deferred import DeferredGradients
 from megatron.mpu.fp8 import DelayedScaling
@@ -210,7 +210,7 @@ class Stage(nn.Module):
     @property
     def cache_bytes(self) -> int:
         """The number of bytes that one token takes in this rank's key-value cache."""
-        return 2 * sum(heads * width for heads, width in self._cached.values()) * self.dtype.itemsize
+        return sum(math.prod(shape) for shapes in self._cached.values() for shape in shapes) * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -224,16 +224,16 @@ class Stage(nn.Module):
     @property
     def _states(self) -> dict[int, StateShapes]:
         """The shapes of the state that this rank keeps of each text, by NeoX layer index."""
-        kinds = {kind.Spec: kind for kind in MIXERS}
         mixers = {spec.index: spec.mixer for spec in self.state_blocks}
-        return {i: kinds[type(mixer)].state_shapes(mixer, self.tensor_size, self.dtype) for i, mixer in mixers.items()}
+        return {
+            i: kind_of(MIXERS, mixer).state_shapes(mixer, self.tensor_size, self.dtype) for i, mixer in mixers.items()
+        }
 
     @property
-    def _cached(self) -> dict[int, tuple[int, int]]:
-        """(key-value heads of this rank, head_dim) of each layer with a key-value cache, by NeoX layer
-        index."""
+    def _cached(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The shapes of what this rank caches of a token, by NeoX layer index (`KVCache.empty`)."""
         size = self.tensor_size
-        return {layer: (share_out(spec.kv_heads, size)[0], spec.head_dim) for layer, spec in self.attention.items()}
+        return {layer: kind_of(MIXERS, spec).cache_shapes(spec, size) for layer, spec in self.attention.items()}
 
     # -- inputs of blocks ------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Stage(nn.Module):
         """
         exchanges = batch.context is not None and batch.context.heads is not None
         attention = self.layers[str(layer)].attention if exchanges else None
-        heads = attention.own_heads if isinstance(attention, SelfAttention) else None
+        heads = attention.own_heads if isinstance(attention, HeadAttention) else None
         mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer, heads)
         if context.branch_ids is not None:
             branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1

@@ -67,7 +67,9 @@ class LinearSpec:
         parts = self.blocks or (self.out_features,)
         axis = {"column": 0, "row": 1, "none": None}[self.parallel]
         split_sizes = parts if column else (self.in_features,) if axis is not None else ()
-        weight = ParamSpec("weight", shape, axis, split_sizes, "input" if column else "output", weight_decay=True)
+        weight = ParamSpec(
+            "weight", shape, axis, split_sizes, "output" if self.parallel == "row" else "input", weight_decay=True
+        )
         weight = replace(weight, projections=self.projections or self.blocks)
         bias = ParamSpec("bias", shape[:1], 0, parts) if column else ParamSpec("bias", shape[:1])
         return (weight, replace(bias, sum_over_tensor=self.bias_sum_over_tensor)) if self.bias else (weight,)
@@ -81,7 +83,7 @@ class Linear(nn.Module):
         which is gathered); the output has this rank's features.
     row: W is sharded along the input features. The output is summed over ranks (under sequence parallelism
         reduce-scattered to `[seq/T]`); the bias is added once.
-    none: every rank holds and computes everything.
+    none: every rank holds and computes everything; under sequence parallelism for its part of the sequence.
 
     product: computes the matrix products, forward and backward; by default PlainProduct.
     weight: this rank's part `[out, in]`, a parameter; after `quantize` a buffer of packed bytes.
@@ -104,6 +106,8 @@ class Linear(nn.Module):
         super().__init__()
         self.parallel = spec.parallel
         self.group = groups.group("tensor") if spec.parallel != "none" else None
+        # Replicated parameters of which each rank computes a part of the gradient, which is summed over ranks
+        self.replica_group = groups.group("tensor") if spec.parallel == "none" and sequence_parallel else None
         self.sequence_parallel = sequence_parallel
         self.product = PlainProduct()
         self.sum_in_place = True
@@ -162,7 +166,8 @@ class Linear(nn.Module):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Returns the output of a column-parallel or unsharded layer, without its adapters."""
         if self.group is None:
-            return linear(x, self.weight, bias, self.product)
+            bias = None if bias is None else copy_to_tensor(bias, self.replica_group)
+            return linear(x, copy_to_tensor(self.weight, self.replica_group), bias, self.product)
         return column_parallel(x, self.weight, bias, self.product, self.group, self.sequence_parallel, self.pipelined)
 
     def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:

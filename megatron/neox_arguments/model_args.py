@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.adapters import AdapterKeys
 from megatron.neox_arguments.keys.architectures import (
+    LatentAttentionKeys,
     MambaKeys,
     MoEKeys,
     MuPKeys,
@@ -23,8 +24,8 @@ MAMBA_BLOCKS = ("mamba", "mamba2")
 
 @dataclass(frozen=True)
 class ModelArgs(
-    AdapterKeys, OtherArchitectureKeys, MambaKeys, MoEKeys, MuPKeys, TransformerEngineKeys, FP8Keys, PrecisionKeys,
-    ModelKeys, ParallelKeys, Origins,
+    AdapterKeys, OtherArchitectureKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys, TransformerEngineKeys,
+    FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
 ):  # fmt: skip
     """The keys that decide a model's parameters and forward pass, and properties computed from them.
 
@@ -109,6 +110,13 @@ class ModelArgs(
     def attends(self) -> bool:
         """Whether any block has attention."""
         return any(kind in (*FULL_BLOCKS, "attention") for kind in self.attention_config)
+
+    @property
+    def rotary_width(self) -> int:
+        """The number of a head's dimensions that rotary positions rotate; odd numbers are refused."""
+        if self.kv_lora_rank is not None:
+            return self.qk_rope_head_dim or 0
+        return int(self.head_dim * self.rotary_pct)
 
     @property
     def mamba_blocks(self) -> tuple[int, ...]:

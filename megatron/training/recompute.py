@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron.model import Stage
-from megatron.model.attention.layer import SelfAttention
+from megatron.model.attention import HeadAttention
 from megatron.model.block import Block
 from megatron.model.moe import RoutingSums
 from megatron.model.specs import BlockSpec
@@ -70,7 +70,7 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
         return
     for index in recomputed_blocks(stage, args):
         for module in stage.layers[str(index)].modules():
-            if isinstance(module, SelfAttention):
+            if isinstance(module, HeadAttention):
                 module.keeps_keys = True  # recomputation gathers them
     if args.recompute_granularity == "selective":
         for index in recomputed_blocks(stage, args):

@@ -28,6 +28,11 @@ _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_s
 _HEADS = {"num_heads": 8, "head_dim": 8, "state_size": 8}
 _NEMOTRON = {**_GQA, "head_dim": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 6,
              "chunk_size": 7, "time_step_min": 0.4}  # fmt: skip
+_MLA = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1,
+        "num_key_value_heads": None}  # fmt: skip
+_DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0,
+                  "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -106,6 +111,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt oss plain": ("GptOssConfig", {"num_key_value_heads": 8, "head_dim": 4, "num_local_experts": 4,
         "num_experts_per_tok": 1, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": _BASE,
         "layer_types": [_FULL] * 4}),
+    "deepseek 2": ("DeepseekV2Config", {**_MLA, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5, "rope_parameters": _DEEPSEEK_YARN}),
+    "deepseek 2 greedy": ("DeepseekV2Config", {**_MLA, "q_lora_rank": None, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "attention_bias": True, "tie_word_embeddings": True}),
+    "deepseek 3": ("DeepseekV3Config", {**_MLA, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN,
+        "attention_bias": True}),
+    "deepseek 3 halves": ("DeepseekV3Config", {**_MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": False, "n_shared_experts": 2, "rope_interleave": False, "v_head_dim": 12}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,

@@ -14,6 +14,7 @@ from megatron.model.specs import (
     BlockSpec,
     DenseSpec,
     FeedForwardSpec,
+    LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
     MoESpec,
@@ -79,6 +80,7 @@ def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     """Returns the values of attention keys that decide the logits, except those of position keys."""
     norms = {"use_separate_qk_norms": args.use_separate_qk_norms, "qk_norm_per_head": args.qk_norm_per_head}
     return {
+        **_latent(args, mixers[0]),
         "num_attention_heads": args.num_attention_heads,
         "num_kv_heads": _common_value(mixer.kv_heads for mixer in mixers),
         "head_dim": args.head_dim,
@@ -92,6 +94,20 @@ def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
         "attention_sinks": args.attention_sinks,
         "layer_types": [mixer.window is not None for mixer in mixers],
         "sliding_window_width": _common_value(mixer.window for mixer in mixers if mixer.window is not None),
+    }
+
+
+def _latent(args: ModelArgs, mixer: AttentionSpec) -> dict[str, Any]:
+    """Returns the values of latent attention's keys that decide the logits."""
+    if not isinstance(mixer, LatentAttentionSpec):
+        return {"kv_lora_rank": None}
+    return {
+        "kv_lora_rank": mixer.latent,
+        "q_lora_rank": mixer.query_latent,
+        "qk_nope_head_dim": mixer.nope_dim,
+        "qk_rope_head_dim": mixer.rope_dim,
+        "v_head_dim": mixer.v_head_dim,
+        "latent_norm_epsilon": mixer.latent_eps,
     }
 
 
@@ -146,6 +162,7 @@ def _experts(feeds: Sequence[FeedForwardSpec | None]) -> dict[str, Any]:
         "norm_topk_prob": router.normalized,
         "moe_router_topk_scaling_factor": router.factor,
         "moe_router_num_groups": (router.groups, router.top_groups) if router.top_groups < router.groups else None,
+        "moe_router_group_score": router.group_score if router.top_groups < router.groups else None,
         "moe_router_bias": router.bias,
         "moe_router_bias_update_rate": router.bias_update_rate is not None,
     }
@@ -162,7 +179,7 @@ def _rotary(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
         return {}
     rotaries, default = [mixer.rotary for mixer in mixers], rotary_spec(args)
     return {
-        "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
+        "rotary_pct": args.rotary_width // 2 * 2,
         "rotary_interleaved": args.rotary_interleaved,
         "no_rope_layers": [int(rotary is not None) for rotary in rotaries],
         "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or default) for rotary in rotaries],
@@ -207,7 +224,11 @@ _WORDS = {
     "moe_shared_expert_gate": "gate of the shared expert",
     "moe_top_k": "experts per token", "moe_router_score_function": "score function of the router",
     "norm_topk_prob": "a token's scores add up to 1", "moe_router_topk_scaling_factor": "factor of router scores",
-    "moe_router_num_groups": "groups of experts", "moe_router_bias": "bias of the router",
+    "kv_lora_rank": "width of latents in attention", "q_lora_rank": "width of queries' latents",
+    "qk_nope_head_dim": "dimensions without positions", "qk_rope_head_dim": "dimensions with rotary positions",
+    "v_head_dim": "width of a head's values", "latent_norm_epsilon": "epsilon of latents' norms",
+    "moe_router_num_groups": "groups of experts", "moe_router_group_score": "score of a group of experts",
+    "moe_router_bias": "bias of the router",
     "moe_router_bias_update_rate": "biases for choosing experts",
     "mamba_state_dim": "size of Mamba's state", "mamba_expand": "Mamba's channels / hidden_size",
     "mamba_conv_kernel": "kernel size of Mamba's convolution", "mamba_use_bias_in_conv": "bias of Mamba's convolution",

@@ -53,6 +53,19 @@ EXPERT_ROWS = replaced_rows(
     TensorMapping("mlp.shared_expert_gate.weight", (_BLOCK + "mlp.shared_expert_gate.weight",)),
 )
 EXPERTS_IN_MEMORY = _in_memory(*_QWEN)
+_SHARED_EXPERTS = _BLOCK + "mlp.shared_experts."
+# For DeepSeek and families with its experts.
+DEEPSEEK_ROWS = (
+    *_rows(*_QWEN),
+    TensorMapping("mlp.router.expert_bias", (_BLOCK + "mlp.gate.e_score_correction_bias",)),
+    TensorMapping(
+        "mlp.shared_expert.linear1.weight",
+        (f"{_SHARED_EXPERTS}up_proj.weight", f"{_SHARED_EXPERTS}gate_proj.weight"),
+        UP_GATE,
+    ),
+    TensorMapping("mlp.shared_expert.linear2.weight", (f"{_SHARED_EXPERTS}down_proj.weight",)),
+)
+DEEPSEEK_IN_MEMORY = EXPERTS_IN_MEMORY
 
 
 class ExpertRows(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.apertus import APERTUS
 from megatron.checkpointing.families.cohere import COHERE2
+from megatron.checkpointing.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.gemma import GEMMA2, GEMMA3
 from megatron.checkpointing.families.glm import GLM4
@@ -31,7 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        GPT_OSS, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
+        GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
 
@@ -77,8 +78,8 @@ _UNSUPPORTED = {
         "mixtral",
         "one expert per token with scaled input, a shared expert, layers without positions, chunked attention",
     ),
-    "deepseek_v2": ("qwen2_moe", "multi-head latent attention (MLA), groups of experts, ungated shared experts"),
-    "deepseek_v3": ("qwen2_moe", "multi-head latent attention (MLA), grouped experts with sigmoid scores and biases"),
+    "deepseek_v32": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
+    "deepseek_v4": ("deepseek_v3", "compressed sparse attention, several residual streams, hashed experts"),
     "glm4_moe": ("qwen3_moe", "sigmoid scores and biases of experts, a shared expert, partly rotated heads"),
     "ernie4_5_moe": ("qwen2_moe", "biases of experts, ungated shared experts, interleaved rotary positions"),
     "qwen3_next": ("qwen3_moe", "linear attention in three of four layers, gated attention, a shared expert"),

@@ -99,7 +99,8 @@ def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
     for Mamba-2's scan)."""
     match mixer:
         case AttentionSpec():
-            return 4 * mixer.heads * mixer.head_dim, 0
+            # Queries, keys, values and output. Latent attention over a cache has queries as wide as latents.
+            return 4 * mixer.heads * max(mixer.head_dim, mixer.cached.head_dim), 0
         case MambaSpec():
             return 6 * mixer.inner, 0  # its states are `held`
         case Mamba2Spec():

@@ -112,7 +112,7 @@ class AttentionBackends:
             options.cache.put(k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3))
         if inputs.blocks is not None:
             backend = next(backend for backend in self.backend_by_kind.values() if backend.form == "blocks")
-            return backend.run(q, k, v, inputs, options)
+            return backend.attend(q, k, v, inputs, options)
         if inputs.cu_seqlens is not None:
             kind = _DOCUMENTS if inputs.window < 0 else _WINDOWED
         elif k.shape[0] == 1 or inputs.columns is not None:
@@ -121,12 +121,12 @@ class AttentionBackends:
             kind = _DENSE[inputs.mask is not None, options.dropout_p > 0.0]
         backend = self._backend(kind, q.shape[0])
         if inputs.written_out is None or inputs.own_places is None:
-            return backend.run(q, k, v, inputs, options)
+            return backend.attend(q, k, v, inputs, options)
         # Shared prefixes are repeated for the kernel only; everything else is computed once per shared
         # prefix.
         shape = q.transpose(0, 1).shape
         q, k, v = (rows_in_one(x).index_select(0, inputs.written_out).unsqueeze(1) for x in (q, k, v))
-        out = backend.run(q, k, v, inputs, options)
+        out = backend.attend(q, k, v, inputs, options)
         return rows_in_one(out).index_select(0, inputs.own_places).view(shape).transpose(0, 1)
 
     def _backend(self, kind: str, queries: int) -> AttentionBackend:
@@ -256,7 +256,7 @@ def _calls(args: NeoXArgs, device: torch.device, specs: Sequence[AttentionSpec])
     for (masked, drops), kind in _DENSE.items():
         if masked >= always_masked and dropping >= drops:
             calls_by_kind[kind] = tries(specs, masked=masked, dropping=drops)
-    calls_by_kind[_CACHED] = tries(specs, (1, 1), (1, 9), masked=True)
+    calls_by_kind[_CACHED] = tries([spec.cached for spec in specs], (1, 1), (1, 9), masked=True)
     calls_by_kind[_DOCUMENTS] = tries([spec for spec in specs if spec not in windowed], documents=True)
     if least_prefix_saving(args) is not None:
         calls_by_kind[_SHARED] = tries(specs, contexts=True)

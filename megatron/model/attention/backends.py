@@ -76,6 +76,7 @@ class AttentionBackend:
     needs_gpu: it runs only on GPUs.
     opt_in: `auto` never chooses it.
     plans_shapes: its first call with each new shape is slow.
+    mixes_widths: it supports values narrower or wider than keys; for others, the narrower are padded.
     caps_logits: it supports `AttentionOptions.softcap`.
     has_sinks: it supports `AttentionOptions.sinks`.
     takes_runs: with cu_seqlens it also supports context parallelism (`AttentionInputs.runs`).
@@ -86,6 +87,7 @@ class AttentionBackend:
     needs_gpu: ClassVar[bool] = False
     opt_in: ClassVar[bool] = False
     plans_shapes: ClassVar[bool] = False
+    mixes_widths: ClassVar[bool] = False
     caps_logits: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
     takes_runs: ClassVar[bool] = False
@@ -119,6 +121,17 @@ class AttentionBackend:
         """
         raise NotImplementedError
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
+        """Calls `run`; pads queries and keys or values with zeros if the kernel needs equal widths.
+
+        Arguments are those of `run`. Returns `[seq, batch, heads, width of values]`. `options.scale` must be
+        set if widths differ.
+        """
+        keys, values = k.shape[-1], v.shape[-1]
+        if keys == values or (self.mixes_widths and options.dropout_p == 0.0):
+            return self.run(q, k, v, inputs, options)
+        return self.run(*equal_widths(q, k, v), inputs, options)[..., :values]
+
     def supports(self, call: AttentionCall) -> str | None:
         """Runs a tiny call of this kind; returns None if it works, else the reason as text about "it".
 
@@ -141,7 +154,8 @@ class AttentionBackend:
             mask = zeros(2, heads if spec.biased else 1, call.queries, call.keys)
             if training and spec.relative is None:  # masks over a cache are additive, see `cached_inputs`
                 mask = mask.detach() if spec.biased else mask == 0
-        q, k, v = (zeros(*shape, spec.head_dim) for shape in shapes)
+        widths = (spec.head_dim, spec.head_dim, spec.value_dim)
+        q, k, v = (zeros(*shape, width) for shape, width in zip(shapes, widths, strict=True))
         inputs = AttentionInputs(mask=mask)
         if self.form == "blocks" and mask is None:
             ids = torch.zeros(2, call.queries, dtype=torch.int32, device=call.device)
@@ -157,8 +171,8 @@ class AttentionBackend:
             try:
                 p = spec.dropout if call.dropping else 0.0
                 sinks = zeros(heads) if spec.sinks else None
-                options = AttentionOptions(dropout_p=p, seed=seed_tensor(0), softcap=spec.softcap, sinks=sinks)
-                out = self.run(q, k, v, inputs, options)
+                options = AttentionOptions(None, p, seed_tensor(0), spec.scale, spec.softcap, sinks)
+                out = self.attend(q, k, v, inputs, options)
                 if training:
                     out.sum().backward()
                     if mask is not None and mask.requires_grad and mask.grad is None:
@@ -218,7 +232,7 @@ class Sdpa(AttentionBackend):
 
 
 class Cudnn(Sdpa):
-    needs_gpu, plans_shapes, kernel = True, True, SDPBackend.CUDNN_ATTENTION
+    needs_gpu, plans_shapes, mixes_widths, kernel = True, True, True, SDPBackend.CUDNN_ATTENTION
 
 
 class Flash(Sdpa):
@@ -226,11 +240,11 @@ class Flash(Sdpa):
 
 
 class Efficient(Sdpa):
-    needs_gpu, kernel = True, SDPBackend.EFFICIENT_ATTENTION
+    needs_gpu, mixes_widths, kernel = True, True, SDPBackend.EFFICIENT_ATTENTION
 
 
 class Math(Sdpa):
-    caps_logits, has_sinks, kernel = True, True, SDPBackend.MATH
+    mixes_widths, caps_logits, has_sinks, kernel = True, True, True, SDPBackend.MATH
 
 
 class Varlen(AttentionBackend):
@@ -322,6 +336,13 @@ def _attention_by_formula(
     return logits.softmax(-1)[..., :-1].to(q.dtype) @ v
 
 
+def equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values `[.., width]` padded with zeros to the width of the widest."""
+    width = max(k.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
+
+
 def rows_in_one(x: Tensor) -> Tensor:
     """Returns the tokens of all rows one after another: `[seq, batch, heads, head_dim]` to `[batch * seq,
     heads, head_dim]`."""
@@ -351,7 +372,7 @@ def _run_by_run(
             parts = queries[begin:stop], keys[key_start : key_start + count], values[key_start : key_start + count]
             block = (part.transpose(0, 1).unsqueeze(0) for part in parts)
             outs.append(sdpa(*block, attn_mask=mask).squeeze(0).transpose(0, 1))
-    return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)
+    return torch.cat(outs).unflatten(0, q.transpose(0, 1).shape[:2]).transpose(0, 1)
 
 
 def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -362,4 +383,4 @@ def _one_by_one(sdpa: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, cu
     lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
     texts = ([document.transpose(0, 1).unsqueeze(0) for document in rows_in_one(x).split(lengths)] for x in (q, k, v))
     outs = [sdpa(*text, is_causal=True).squeeze(0).transpose(0, 1) for text in zip(*texts, strict=True)]
-    return torch.cat(outs).view(q.transpose(0, 1).shape).transpose(0, 1)
+    return torch.cat(outs).unflatten(0, q.transpose(0, 1).shape[:2]).transpose(0, 1)

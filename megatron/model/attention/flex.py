@@ -23,7 +23,7 @@ class Flex(AttentionBackend):
     block's graph; otherwise it is compiled by itself. torch has no backward pass of FlexAttention on CPUs.
     """
 
-    needs_gpu, plans_shapes, caps_logits, has_sinks, form = True, True, True, True, "blocks"
+    needs_gpu, plans_shapes, mixes_widths, caps_logits, has_sinks, form = True, True, True, True, True, "blocks"
 
     def unasked(self, call: AttentionCall, capability: Capability | None) -> str | None:
         if not (call.documents or call.contexts or call.spec.sinks) and call.spec.softcap is None:

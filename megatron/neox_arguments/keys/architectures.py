@@ -1,4 +1,4 @@
-"""Declares the keys of Transformer-Engine's layers, mixtures of experts, Mamba and other architectures.
+"""Declares the keys of Transformer-Engine's layers, latent attention, experts, Mamba and other architectures.
 
 Some keys are refused: they belong to features of GPT-NeoX that were dropped or are not built yet.
 """
@@ -33,6 +33,31 @@ class TransformerEngineKeys:
     te_layernorm_mlp: bool = key(False, "Transformer-Engine's MLP, including the norm before it")
     te_columnparallel: bool = key(False, "Transformer-Engine's column-parallel linears", no_effect=_SAME_LINEARS)
     te_rowparallel: bool = key(False, "Transformer-Engine's row-parallel linears", no_effect=_SAME_LINEARS)
+
+
+@dataclass(frozen=True)
+class LatentAttentionKeys:
+    """Configuration keys of multi-head latent attention (MLA, arXiv 2405.04434), by HuggingFace's names."""
+
+    kv_lora_rank: int | None = new_key(
+        None,
+        "Multi-head latent attention (MLA) in all attention blocks, as in DeepSeek V2 and V3: keys and values are made "
+        "from a latent of this width, which a cache holds in their place; unset: usual attention",
+        ge=1,
+    )
+    q_lora_rank: int | None = new_key(
+        None, "MLA: make queries from a latent of this width; unset: from hidden states", ge=1
+    )
+    qk_nope_head_dim: int | None = new_key(
+        None, "MLA: dimensions of a head's queries and keys without rotary positions", ge=1
+    )
+    qk_rope_head_dim: int | None = new_key(
+        None, "MLA: dimensions of a head's queries and keys with rotary positions; all heads share them in keys", ge=1
+    )
+    v_head_dim: int | None = new_key(None, "MLA: width of a head's values", ge=1)
+    latent_norm_epsilon: float = new_key(
+        1e-6, "MLA: added to the mean square in the RMSNorms of latents, which do not follow rms_norm_epsilon", gt=0
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,11 @@ class MoEKeys:
         None, "Groups of neighbouring experts; a token uses moe_router_group_topk of them; unset: one", ge=1
     )
     moe_router_group_topk: int | None = new_key(
-        None, "Groups open to a token: those with the largest sum of two best scores", ge=1
+        None, "Groups open to a token: those with the highest score (moe_router_group_score)", ge=1
+    )
+    moe_router_group_score: Literal["best_two", "best"] = new_key(
+        "best_two",
+        "Score of a group: the sum of its two best scores, as in DeepSeek V3, or its best, as in DeepSeek V2",
     )
     moe_router_bias: bool = new_key(False, "Trained bias in the router's logits, as in gpt-oss")
     moe_expert_bias: bool = new_key(False, "Biases in the linears of experts, as in gpt-oss")

@@ -7,6 +7,7 @@ from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.experts import validate_experts
+from megatron.neox_arguments.validation.latent_attention import validate_latent_attention
 from megatron.neox_arguments.validation.mamba import validate_mamba
 from megatron.neox_arguments.values.lora_settings import (
     MODULES,
@@ -25,18 +26,18 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
     heads = args.num_attention_heads
     if not args.attends:
         pass  # nothing splits hidden_size into heads
+    elif args.kv_lora_rank is not None:
+        pass  # `validate_latent_attention` checks its widths
     elif args.hidden_size % heads and "head_dim" not in args.user_values:
         problems.add(
             "hidden_size",
             f"{args.hidden_size} is not a multiple of num_attention_heads {args.cite('num_attention_heads')}; change "
             "one, or set head_dim",
         )
-    elif args.pos_emb == "rotary" and (
-        int(args.head_dim * args.rotary_pct) % 2 or int(args.head_dim * args.rotary_pct) == 0
-    ):
+    elif args.pos_emb == "rotary" and (args.rotary_width % 2 or args.rotary_width == 0):
         problems.add(
             "rotary_pct" if args.rotary_pct != 1 else "pos_emb",
-            f"{int(args.head_dim * args.rotary_pct)} of the {args.head_dim} dimensions of a head would be rotated; "
+            f"{args.rotary_width} of the {args.head_dim} dimensions of a head would be rotated; "
             "this number, rotary_pct x head_dim, must be even and above 0",
         )
     for kv_heads in dict.fromkeys(as_tuple(args.kv_heads)):
@@ -53,6 +54,7 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
             "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} sets the width too; remove one"
         )
     _positions(args, problems)
+    validate_latent_attention(args, problems)
     validate_experts(args, problems)
     validate_mamba(args, problems)
     _layers(args, problems)
@@ -116,7 +118,7 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(f"rope_scaling.{original}", f"expected at least 2 for longrope, got {scaling[original]}")
     if scaling["llama_4_scaling_beta"] is not None and scaling[original] is None:
         problems.add("rope_scaling.llama_4_scaling_beta", f"needs {original}")
-    pairs = int(args.head_dim * args.rotary_pct) // 2
+    pairs = args.rotary_width // 2
     for name in ("short_factor", "long_factor"):
         if scaling[name] is not None and kind == "longrope" and len(scaling[name]) != pairs:
             problems.add(
@@ -129,7 +131,7 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if kind == "llama3" and low is not None and high is not None and low >= high:
         problems.add("rope_scaling.low_freq_factor", f"{low} must be less than high_freq_factor {high}")
-    if kind == "dynamic" and int(args.head_dim * args.rotary_pct) <= 2:
+    if kind == "dynamic" and args.rotary_width <= 2:
         problems.add("rope_scaling", "dynamic needs more than 2 rotated dimensions per head")
 
 

@@ -66,6 +66,9 @@ def derive(
         for name in ("num_kv_heads", "intermediate_size"):
             if isinstance(values[name], tuple) and len(set(values[name])) == 1:
                 values[name] = values[name][0]  # equal values are the same model as one number
+    latent_widths = values["qk_nope_head_dim"], values["qk_rope_head_dim"]
+    if values["head_dim"] is None and values["kv_lora_rank"] is not None and all(latent_widths):
+        values["head_dim"] = sum(latent_widths)
     if values["head_dim"] is None and values["hidden_size"] is not None and values["num_attention_heads"]:
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     return values

@@ -1,0 +1,182 @@
+"""Describes DeepSeek V2 and V3: latent attention, and experts chosen from groups beside shared experts."""
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import get, refuse_unless, rope_config, rope_keys, rope_of
+from megatron.checkpointing.families.experts import DEEPSEEK_IN_MEMORY, DEEPSEEK_ROWS
+from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
+from megatron.checkpointing.families.llama import common_config, common_keys, replaced_rows
+from megatron.neox_arguments import ModelArgs
+
+_ATTENTION = "model.layers.{}.self_attn."
+LATENT_ROWS = (
+    TensorMapping("attention.query.weight", (_ATTENTION + "q_proj.weight",)),
+    *weight_and_bias("attention.query_down", _ATTENTION + "q_a_proj"),
+    TensorMapping("attention.query_norm.scale", (_ATTENTION + "q_a_layernorm.weight",)),
+    TensorMapping("attention.query_up.weight", (_ATTENTION + "q_b_proj.weight",)),
+    *weight_and_bias("attention.latent_down", _ATTENTION + "kv_a_proj_with_mqa"),
+    TensorMapping("attention.latent_norm.scale", (_ATTENTION + "kv_a_layernorm.weight",)),
+    TensorMapping("attention.latent_up.weight", (_ATTENTION + "kv_b_proj.weight",)),
+)
+_WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_EPSILON = 1e-6  # of transformers' norms of latents, whatever rms_norm_eps is
+_V3 = {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "intermediate_size": 18432,
+    "max_position_embeddings": 4096, "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_V2 = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+    "max_position_embeddings": 2048, "moe_intermediate_size": 1407, "n_shared_experts": 2, "n_routed_experts": 64,
+    "routed_scaling_factor": 1.0, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    "num_experts_per_tok": 6,  # DeepSeek V2's; transformers has no default
+}  # fmt: skip
+
+
+def _with_defaults(config: Config, defaults: Config) -> dict[str, Any]:
+    """Returns `config` with the defaults of its family; only q_lora_rank may be null."""
+    return {**defaults, **{name: value for name, value in config.items() if value is not None or name == "q_lora_rank"}}
+
+
+def latent_keys(config: Config, *, interleaved: bool) -> dict[str, Any]:
+    """Returns the NeoX configuration keys for a model with latent attention: sizes, positions, widths.
+
+    config: config.json with the defaults of its family.
+    interleaved: whether rotary positions rotate neighbouring dimensions.
+    Raises CheckpointError if heads share keys and values."""
+    heads = config["num_attention_heads"]
+    refuse_unless(config, "num_key_value_heads", heads)
+    return {
+        **common_keys({**config, "num_key_value_heads": heads, "head_dim": None}, config),
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **{name: config[name] for name in _WIDTHS},
+        "latent_norm_epsilon": _LATENT_EPSILON,
+        "rotary_interleaved": interleaved,
+    }
+
+
+def latent_config(args: ModelArgs) -> dict[str, Any]:
+    """Returns config.json's fields for a model with latent attention, the inverse of `latent_keys`."""
+    if args.kv_lora_rank is None:
+        raise CheckpointError("the family has only blocks with latent attention (kv_lora_rank)")
+    config = {**common_config(args, head_dim=False), **rope_config(args)}
+    config.pop("head_dim", None)
+    return {**config, **{name: getattr(args, name) for name in _WIDTHS}}
+
+
+def grouped_expert_keys(config: Config) -> dict[str, Any]:
+    """Returns the NeoX configuration keys for DeepSeek's experts: groups, dense blocks at the start, shared
+    experts.
+
+    config: config.json with the defaults of its family. Raises CheckpointError for a model without experts or
+    without shared experts."""
+    experts, shared, width = (
+        config[name] for name in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size")
+    )
+    if not experts or experts < 2:
+        raise CheckpointError(f"config.json: n_routed_experts: {experts}; a model with experts has 2 or more")
+    if not shared:
+        raise CheckpointError(f"config.json: n_shared_experts: {shared} is not supported, only 1 or more")
+    dense = config["first_k_dense_replace"]
+    groups, top_groups = config["n_group"], config["topk_group"]
+    return {
+        "moe_num_experts": experts,
+        "moe_top_k": config["num_experts_per_tok"],
+        "moe_router_type": "topk",
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
+        "moe_intermediate_size": width,
+        "moe_shared_expert_intermediate_size": shared * width,
+        **({"moe_layer_freq": [int(i >= dense) for i in range(config["num_hidden_layers"])]} if dense else {}),
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": top_groups} if top_groups < groups else {}),
+    }
+
+
+def grouped_expert_config(args: ModelArgs) -> dict[str, Any]:
+    """Returns config.json's fields for DeepSeek's experts, the inverse of `grouped_expert_keys`.
+
+    Raises CheckpointError if the shared expert is not as wide as several experts."""
+    shared, width = args.moe_shared_expert_intermediate_size or 0, args.expert_ffn_size
+    if not shared or shared % width:
+        raise CheckpointError(
+            f"the shared expert's width {shared} is no multiple of an expert's {width} "
+            "(moe_shared_expert_intermediate_size)"
+        )
+    with_experts = [args.has_experts(block) for block in range(args.num_layers)]
+    return {
+        "n_routed_experts": args.moe_num_experts,
+        "n_shared_experts": shared // width,
+        "num_experts_per_tok": args.moe_top_k,
+        "moe_intermediate_size": width,
+        "first_k_dense_replace": with_experts.index(True) if True in with_experts else args.num_layers,
+        "routed_scaling_factor": args.moe_router_topk_scaling_factor,
+        "n_group": args.moe_router_num_groups or 1,
+        "topk_group": args.moe_router_group_topk or 1,
+    }
+
+
+def sigmoid_keys(config: Config) -> dict[str, Any]:
+    """Returns the NeoX configuration keys for the router of DeepSeek V3: sigmoid scores, biases of the
+    choice."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 0.0,  # the biases exist and stay constant
+        "norm_topk_prob": config["norm_topk_prob"],
+    }
+
+
+def _v3_keys(config: Config) -> dict[str, Any]:
+    config = _with_defaults(config, _V3)
+    return {
+        **latent_keys({**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", True)),
+        **grouped_expert_keys(config),
+        **sigmoid_keys(config),
+    }
+
+
+def _v3_config(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **latent_config(args),
+        **grouped_expert_config(args),
+        "norm_topk_prob": args.norm_topk_prob,
+        "rope_interleave": args.rotary_interleaved,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+ROWS = replaced_rows(*LATENT_ROWS, *DEEPSEEK_ROWS)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", ROWS, _v3_keys, _v3_config, title="DeepSeek V3, R1, Kimi K2",
+    in_memory=DEEPSEEK_IN_MEMORY,
+)  # fmt: skip
+
+
+def _v2_keys(config: Config) -> dict[str, Any]:
+    config = _with_defaults(config, _V2)
+    refuse_unless(config, "topk_method", "greedy", "group_limited_greedy")
+    refuse_unless(config, "norm_topk_prob", False)  # transformers ignores this field
+    refuse_unless(config, "mlp_bias", False)
+    grouped = config.get("topk_method") == "group_limited_greedy"
+    experts = grouped_expert_keys(config if grouped else {**config, "n_group": 1, "topk_group": 1})
+    groups = {"moe_router_group_score": "best"} if "moe_router_num_groups" in experts else {}
+    return {**latent_keys({**config, "mlp_bias": False}, interleaved=True), **experts, **groups}
+
+
+def _v2_config(args: ModelArgs) -> dict[str, Any]:
+    experts = grouped_expert_config(args)
+    grouped = experts["topk_group"] < experts["n_group"]
+    return {
+        **latent_config(args),
+        **experts,
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+        "norm_topk_prob": False,
+    }
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2", "DeepseekV2ForCausalLM", ROWS, _v2_keys, _v2_config, title="DeepSeek V2",
+    in_memory=DEEPSEEK_IN_MEMORY,
+)  # fmt: skip
