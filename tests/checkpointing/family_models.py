@@ -144,6 +144,8 @@ _ODD: dict[str, Any] = {"vocab_size": 91, "hidden_size": 36, "num_hidden_layers"
                         "rope_theta": 777.0}  # fmt: skip
 _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
 _WIDE = {"head_dim": 10}
+_ODD_MLA = {"num_key_value_heads": None, "q_lora_rank": 9, "qk_rope_head_dim": 6, "v_head_dim": 7,
+            "n_routed_experts": 6, "n_group": 3, "moe_intermediate_size": 22, "first_k_dense_replace": 2}  # fmt: skip
 ODD: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6, "layer_norm_eps": 3e-4, "rotary_pct": 0.4},
     "gpt 2": {"num_key_value_heads": 6, "layer_norm_epsilon": 3e-4, "n_inner": 50},
@@ -167,6 +169,11 @@ ODD: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 26},
     "qwen 3 moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 10, "moe_intermediate_size": 22, "mlp_only_layers": [2]},
     "gpt oss": {**_WIDE, "num_local_experts": 6, "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 777.0}},
+    # transformers' DeepSeek 2 needs even widths of latents and heads.
+    "deepseek 2": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 14, "qk_nope_head_dim": 8},
+    "deepseek 3": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 11, "qk_nope_head_dim": 5},
+    "deepseek 3 halves": {"num_key_value_heads": None, "v_head_dim": 13, "rope_parameters": {
+        **_DEEPSEEK_YARN, "rope_theta": 777.0}, "n_routed_experts": 10},
     "mamba": {"intermediate_size": 36, "expand": 1, "layer_norm_epsilon": 3e-4, "state_size": 5, "time_step_rank": 7},
     "falcon mamba": {"intermediate_size": 108, "layer_norm_epsilon": 3e-4, "mixer_rms_eps": 0.01},
     "mamba 2": {"num_heads": 6, "head_dim": 12, "layer_norm_epsilon": 3e-4, "n_groups": 2, "state_size": 5},

@@ -13,7 +13,7 @@ from tests.checkpointing.family_models import CASES, VOCAB, on_disk, random_mode
 from tests.marks import with_more
 
 ROWS, SEQ = 2, 16
-ORDINARY = ("gpt_neox", "llama 3", "gemma 3", "qwen 3 moe", "gpt oss", "mixtral", "phi 3")
+ORDINARY = ("gpt_neox", "llama 3", "gemma 3", "qwen 3 moe", "gpt oss", "mixtral", "phi 3", "deepseek 3")
 # The counter knows no scans; test_flops.py has their products by hand.
 STATES = ("mamba", "falcon mamba", "nemotron h")
 FAMILIES = [case for case in CASES if not case.startswith(STATES)]
@@ -31,6 +31,7 @@ def test_flops_are_those_of_torchs_counter(case: str) -> None:
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     mixers = [spec.mixer for spec in block_specs(args)]
     assert all(isinstance(mixer, AttentionSpec) for mixer in mixers)
-    heads = sum(mixer.heads * mixer.head_dim for mixer in mixers if isinstance(mixer, AttentionSpec))
-    square = 6 * 2 * ROWS * SEQ**2 * heads  # two products forward, four backward; causality leaves half
+    attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    widths = sum(mixer.heads * (mixer.head_dim + mixer.value_dim) for mixer in attention)
+    square = 6 * ROWS * SEQ**2 * widths  # two products forward, four backward; causality leaves half
     assert model_flops(args) == pytest.approx(counter.get_total_flops() - square / 2, rel=1e-3)
