@@ -28,9 +28,10 @@ _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_s
 _HEADS = {"num_heads": 8, "head_dim": 8, "state_size": 8}
 _NEMOTRON = {**_GQA, "head_dim": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 6,
              "chunk_size": 7, "time_step_min": 0.4}  # fmt: skip
-_MLA = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1,
-        "num_key_value_heads": None}  # fmt: skip
+_LATENT = {"kv_lora_rank": 10, "q_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+           "num_key_value_heads": None}  # fmt: skip
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1}
+_MLA = {**_LATENT, **_ROUTED}
 _DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0,
                   "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
@@ -115,10 +116,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5, "rope_parameters": _DEEPSEEK_YARN}),
     "deepseek 2 greedy": ("DeepseekV2Config", {**_MLA, "q_lora_rank": None, "n_shared_experts": 1,
         "first_k_dense_replace": 0, "attention_bias": True, "tie_word_embeddings": True}),
-    "deepseek 3": ("DeepseekV3Config", {**_MLA, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN,
+    "deepseek 3": ("DeepseekV3Config", {**_MLA, "num_mtp_layers": 0, "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN,
         "attention_bias": True}),
-    "deepseek 3 halves": ("DeepseekV3Config", {**_MLA, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+    "deepseek 3 halves": ("DeepseekV3Config", {**_MLA, "num_mtp_layers": 0, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": False, "n_shared_experts": 2, "rope_interleave": False, "v_head_dim": 12}),
+    "glm 4 moe": ("Glm4MoeConfig", {**_GQA, **_ROUTED, "head_dim": 8, "use_qk_norm": True, "n_group": 2,
+        "attention_bias": True, "num_mtp_layers": 0, "n_shared_experts": 2}),
+    "glm 4 moe lite": ("Glm4MoeLiteConfig", {**_MLA, "num_key_value_heads": 8, "rope_interleave": False,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "attention_bias": True}),
+    "dots 1": ("Dots1Config", {**_GQA, **_ROUTED, "head_dim": 6, "n_shared_experts": 2, "sliding_window": 5,
+        "max_window_layers": 2, "norm_topk_prob": True}),
+    "youtu": ("YoutuConfig", {**_LATENT, "num_key_value_heads": 8, "rope_parameters": _DEEPSEEK_YARN}),
+    "minicpm 3": ("MiniCPM3Config", {**_LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 20,
+        "attention_bias": True, "original_max_position_embeddings": 10, "rope_parameters": {"rope_type": "longrope",
+        "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 20.0, "attention_factor": 1.2}}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
@@ -174,6 +185,12 @@ ODD: dict[str, dict[str, Any]] = {
     "deepseek 3": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 11, "qk_nope_head_dim": 5},
     "deepseek 3 halves": {"num_key_value_heads": None, "v_head_dim": 13, "rope_parameters": {
         **_DEEPSEEK_YARN, "rope_theta": 777.0}, "n_routed_experts": 10},
+    "glm 4 moe": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
+        "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 22},
+    "glm 4 moe lite": {**_PLAIN_ROPE, **_ODD_MLA, "num_key_value_heads": 6, "n_group": 1, "kv_lora_rank": 13},
+    "dots 1": {**_WIDE, **_PLAIN_ROPE, "n_routed_experts": 6, "moe_intermediate_size": 22},
+    "youtu": {**_PLAIN_ROPE, "num_key_value_heads": 6, "kv_lora_rank": 11, "v_head_dim": 7},
+    "minicpm 3": {"num_key_value_heads": None, "kv_lora_rank": 11, "v_head_dim": 7, "scale_depth": None},
     "mamba": {"intermediate_size": 36, "expand": 1, "layer_norm_epsilon": 3e-4, "state_size": 5, "time_step_rank": 7},
     "falcon mamba": {"intermediate_size": 108, "layer_norm_epsilon": 3e-4, "mixer_rms_eps": 0.01},
     "mamba 2": {"num_heads": 6, "head_dim": 12, "layer_norm_epsilon": 3e-4, "n_groups": 2, "state_size": 5},

@@ -108,7 +108,7 @@ def convert(options: argparse.Namespace) -> None:
     save_tokenizer = options.save_tokenizer == "yes" or (
         options.save_tokenizer == "if there" and (path / "tokenizer.json").is_file()
     )
-    notes = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
+    notes = "".join(f"; {note}" for note in (folder.quantised, folder.untied, folder.left_out) if note)
     print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{notes}", flush=True)
     import_options = {
         "iteration": options.iteration, "tensor": options.tp, "pipe": options.pp, "naming": options.names,

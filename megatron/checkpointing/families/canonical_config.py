@@ -57,7 +57,7 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
         "use_bias_in_mlp": bool(dense) and args.use_bias_in_mlp,
         "final_logit_softcapping": None if args.score_head else args.final_logit_softcapping,
         "embedding_multiplier": args.embedding_multiplier,
-        "residual_multiplier": float(args.residual_multiplier),
+        "residual_multiplier": float(f"{args.residual_multiplier:.12g}"),
         "logit_scale": 1.0 if args.score_head else float(f"{args.logit_scale:.12g}"),
         "pos_emb": args.pos_emb,
     }

@@ -24,7 +24,10 @@ _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # each row belo
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Fields of an imported config.json that an export drops: code, dtype of weights, earlier path, quantisation.
 _DROPPED = {"auto_map", "dtype", "_name_or_path", "quantization_config"}
-_CHANGING = {"architectures", "vocab_size", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
+_CHANGING = {
+    "architectures", "vocab_size", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+    "num_nextn_predict_layers",
+}  # fmt: skip
 _ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 _MAX_NAMED = 8
 

@@ -200,6 +200,7 @@ class Family:
     ignored: a regular expression for HuggingFace tensors without trained values.
     carried: a regular expression for tensors that NeoX models lack. They are copied unchanged from import to
         export. None: there are none.
+    predicts_more: files may hold further blocks after the last, for multi-token prediction. They are left out.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
         several names, or of all experts ({expert}), are one tensor in memory.
@@ -225,6 +226,7 @@ class Family:
     carried: str | None = None
     scorer: str | None = None
     has_scorer: bool = True
+    predicts_more: bool = False
     base_prefix: str = "model."
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
@@ -265,6 +267,12 @@ class Family:
     def carries(self, name: str) -> bool:
         """Whether NeoX models lack the HuggingFace tensor `name`; it is then copied unchanged (`carried`)."""
         return self.carried is not None and re.fullmatch(self.carried, name) is not None
+
+    def leaves_out(self, name: str, blocks: int) -> bool:
+        """Whether the HuggingFace tensor `name` is of a block after the last, which is not read
+        (`predicts_more`). blocks: number of blocks."""
+        block = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.predicts_more else None
+        return block is not None and int(block[1]) >= blocks
 
     @property
     def head(self) -> str:

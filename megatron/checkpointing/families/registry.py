@@ -7,16 +7,18 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.apertus import APERTUS
 from megatron.checkpointing.families.cohere import COHERE2
-from megatron.checkpointing.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megatron.checkpointing.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, YOUTU
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.gemma import GEMMA2, GEMMA3
 from megatron.checkpointing.families.glm import GLM4
+from megatron.checkpointing.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron.checkpointing.families.gpt2 import GPT2
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.gpt_oss import GPT_OSS
 from megatron.checkpointing.families.granite import GRANITE
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
 from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
+from megatron.checkpointing.families.minicpm import MINICPM3
 from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from megatron.checkpointing.families.nemotron_h import NEMOTRON_H
 from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3, OLMOE
@@ -32,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
+        GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
 
@@ -80,7 +82,9 @@ _UNSUPPORTED = {
     ),
     "deepseek_v32": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
     "deepseek_v4": ("deepseek_v3", "compressed sparse attention, several residual streams, hashed experts"),
-    "glm4_moe": ("qwen3_moe", "sigmoid scores and biases of experts, a shared expert, partly rotated heads"),
+    "kimi_k2": ("deepseek_v3", "remote code; otherwise like DeepSeek V3: set model_type: deepseek_v3 in config.json"),
+    "kimi_linear": ("deepseek_v3", "Kimi Delta Attention in three of four layers, attention without positions"),
+    "glm_moe_dsa": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
     "ernie4_5_moe": ("qwen2_moe", "biases of experts, ungated shared experts, interleaved rotary positions"),
     "qwen3_next": ("qwen3_moe", "linear attention in three of four layers, gated attention, a shared expert"),
     "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),

@@ -130,12 +130,15 @@ class HFFolder:
         different head, which is then read as untied; else None.
     quantised: a message about quantised weights; None if there are none. `get` dequantises them, by default
         to the dtype in config.json; their scales are not in `shapes`.
+    left_out: a message about blocks after the last that are not read (`Family.predicts_more`); None: there
+        are none.
     Raises CheckpointError for missing or damaged files, and for unsupported quantisation.
     """
 
     is_transformers_format = True
     untied: str | None = None
     quantised: str | None = None
+    left_out: str | None = None
     carried: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -179,6 +182,7 @@ class HFFolder:
         elif (family := FAMILIES.get(str(self.config.get("model_type")))) is not None:
             self.carried = {name: shape for name, shape in self.shapes.items() if family.carries(name)}
             self.shapes = {name: shape for name, shape in self.shapes.items() if name not in self.carried}
+            self._leave_out(family)
             self._name_as_files(family)
         self._read_tie()
 
@@ -210,6 +214,19 @@ class HFFolder:
                 f"its {CONFIG} ties the head to the embedding, but {family.head} is stored and differs from "
                 f"{embedding}: the head is read as untied, as transformers does"
             )
+
+    def _leave_out(self, family: Family) -> None:
+        """Removes blocks after the last from `shapes`."""
+        blocks = self.config.get("num_hidden_layers")
+        if not isinstance(blocks, int):
+            return
+        read = {name: shape for name, shape in self.shapes.items() if not family.leaves_out(name, blocks)}
+        if len(read) < len(self.shapes):
+            self.left_out = (
+                f"{len(self.shapes) - len(read)} tensors of layers.{blocks} and later are left out: they are for "
+                "multi-token prediction, which this program does not train"
+            )
+        self.shapes = read
 
     def _name_as_files(self, family: Family) -> None:
         """Rename tensors in `shapes` to the names that the family's class with a head writes to files."""

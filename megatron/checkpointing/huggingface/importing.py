@@ -347,6 +347,6 @@ def vocab_size_from_hf(path: str | Path, args: ModelArgs, tokens: int) -> tuple[
         if added
         else ""
     )
-    packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
+    packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied, folder.left_out) if note)
     text = f"{path}: {vocab} vocabulary rows, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}"
     return rows, text
