@@ -57,9 +57,15 @@ SINKS: dict[str, Any] = {**DEEP, **GATED, **EVERY_OTHER, "norm": "rmsnorm", "num
 MOE: dict[str, Any] = {**LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk",
                        "moe_layer_freq": [0, 1, 1, 1], "moe_intermediate_size": 32,
                        "moe_shared_expert_intermediate_size": 16, "norm_topk_prob": True}  # fmt: skip
+# DeepSeek V3's attention, with biases.
+LATENT: dict[str, Any] = {
+    **DEEP, **GATED, "norm": "rmsnorm", "use_bias_in_mlp": False, "no_weight_tying": True, "kv_lora_rank": 12,
+    "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "rotary_interleaved": True,
+    "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {"neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED, "rpe": RPE,
                                      "window": WINDOW, "gemma": GEMMA, "mixed": MIXED, "options": OPTIONS, "moe": MOE,
-                                     "sinks": SINKS}  # fmt: skip
+                                     "sinks": SINKS, "latent": LATENT}  # fmt: skip
 SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": LR}}, "gradient_clipping": 0.0,
                        "weight_decay": 0.0, "train_micro_batch_size_per_gpu": 2,
                        "gradient_accumulation_steps": 2}  # fmt: skip
