@@ -28,7 +28,8 @@ TOKENS, POSITIONS = 16, 64
 FAMILIES = ("gpt 2", "qwen 2 windows", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral", "gpt oss",
             "deepseek 3", "mamba", "mamba 2")  # fmt: skip
 OTHER_FAMILIES = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3", "gemma 2",
-                  "granite", "glm 4", "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe", "deepseek 2", "deepseek 3 halves",
+                  "granite", "glm 4", "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe",
+                  "deepseek 2", "deepseek 3 halves", "youtu", "minicpm 3", "glm 4 moe", "glm 4 moe lite", "dots 1",
                   "qwen 2 moe windows", "qwen 3 moe windows")  # fmt: skip
 PROMPTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
            for n in (1, 20, POSITIONS - TOKENS)]  # fmt: skip

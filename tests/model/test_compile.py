@@ -15,6 +15,7 @@ from megatron.neox_arguments import ConfigError
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.compile_blocks import compile_blocks
 from tests.marks import with_more
+from tests.model.runs import LATENT
 from tests.model.stages import document_batch, gradients, groups_of, make_stage, random_batch, small
 from tests.objectives.steps import as_head
 from tests.pool import run_ranks
@@ -63,6 +64,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     # In full: inductor's own random numbers would be others.
     "dropout": (1, "inductor", {**DROPOUT, "checkpoint_activations": True, "recompute_granularity": "selective"}),
     "tp2+sp": (2, "aot_eager", TP2 | {"sequence_parallel": True, "checkpoint_activations": True}),
+    "latent attention": (1, "aot_eager", {**LATENT, "num_layers": 2}),
     "tp2": (2, "aot_eager", TP2 | {"norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48}),
 }
 

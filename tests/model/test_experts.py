@@ -1,11 +1,13 @@
 """The parts of a mixture of experts against formulas written down another way."""
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megatron.model.build_specs import moe_spec
@@ -206,3 +208,83 @@ def test_jitter_moves_only_the_routers_input() -> None:
     assert stage.train().drops
     logits, repeated_logits = (stage(None, batch) for _ in range(2))
     assert torch.equal(logits, repeated_logits) and not torch.allclose(logits, eval_logits)
+
+
+# -- DeepSeek's routers
+
+
+def deepseek_router(kind: str, **fields: Any) -> tuple[Any, Router]:
+    """A router of transformers, and ours with its weights and biases."""
+    config = getattr(transformers, f"Deepseek{kind}Config")(
+        hidden_size=32, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, **fields
+    )
+    module = import_module(f"transformers.models.deepseek_{kind.lower()}.modeling_deepseek_{kind.lower()}")
+    reference = getattr(module, f"Deepseek{kind}TopkRouter")(config)
+    sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 0.05}
+    values = sigmoid if kind == "V3" else {"moe_router_group_score": "best"}
+    router = router_of(**{
+        **SPEC, **values, "moe_top_k": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+        "norm_topk_prob": fields.get("norm_topk_prob", False),
+        "moe_router_topk_scaling_factor": fields.get("routed_scaling_factor", 1.0),
+    })  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        reference.weight.copy_(torch.randn(8, 32, generator=generator))
+        router.layer.weight.copy_(reference.weight)
+        if router.expert_bias is not None:
+            reference.e_score_correction_bias.copy_(torch.randn(8, generator=generator) / 4)
+            router.expert_bias.copy_(reference.e_score_correction_bias)
+    return reference, router
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    ("V3", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+    ("V3", {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    ("V2", {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}),
+])  # fmt: skip
+@torch.no_grad()
+def test_routers_of_deepseek_are_those_of_transformers(kind: str, fields: dict[str, Any]) -> None:
+    reference, router = deepseek_router(kind, **fields)
+    x = torch.randn(50, 1, 32, generator=torch.Generator().manual_seed(1)) / 4
+    _, weights, experts = reference(x)
+    routing, _ = router.eval()(x, None, None)
+    order, expected_order = routing.experts[:, 0].argsort(-1), experts.argsort(-1)
+    assert torch.equal(routing.experts[:, 0].gather(-1, order), experts.gather(-1, expected_order))
+    actual, expected = routing.weights[:, 0].gather(-1, order), weights.gather(-1, expected_order)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+    ungrouped = router.layer(x).topk(3, -1).indices[:, 0]
+    assert not torch.equal(ungrouped.sort(-1).values, experts.sort(-1).values), "groups must matter"
+
+
+def test_ten_steps_of_the_bias_and_the_loss_of_each_sequence() -> None:
+    """By the formulas of DeepSeek V3's paper (arXiv 2412.19437): eq. 16 with section 2.1.2, and eq. 17 to 20.
+
+    The loss counts the experts that tokens go to; without groups these are the best by score if biases are 0.
+    """
+    args = small(**{
+        **SPEC, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 0.05, "norm_topk_prob": True,
+        "moe_aux_loss_coeff": 1.0, "moe_aux_loss_scope": "sequence",
+    })  # fmt: skip
+    stage = make_stage(args).train()
+    router, groups, inputs = stage.layers["2"].mlp.router, ParallelGroups.single(), []  # type: ignore[union-attr]
+    bias = router.expert_bias  # type: ignore[union-attr]
+    bias.zero_()  # type: ignore[operator]
+    router.register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0].detach()))  # type: ignore[operator,union-attr]
+    expected_bias, moved = torch.zeros(8), 0
+    for step in range(10):
+        stage.balance.begin(1.0, 1)  # type: ignore[union-attr]
+        stage(None, random_batch(args, seed=step))
+        counts = stage.balance.end(groups, torch.tensor(False))  # type: ignore[union-attr]
+        scores = torch.sigmoid(inputs[-1] @ router.layer.weight.detach().T)  # type: ignore[operator,union-attr]
+        chosen = torch.zeros_like(scores).scatter_(-1, (scores + expected_bias).topk(2, -1).indices, 1.0)
+        load = chosen.sum((0, 1))
+        if step == 0:
+            seq = len(scores)
+            fractions = 8 / (2 * seq) * chosen.sum(0)
+            mean_scores = (scores / scores.sum(-1, keepdim=True)).sum(0) / seq
+            expected_loss = (fractions * mean_scores).sum(-1).mean()
+            torch.testing.assert_close(counts.metrics["moe_aux_loss"], expected_loss)
+        expected_bias += 0.05 * (load.mean() - load).sign()
+        torch.testing.assert_close(bias.detach(), expected_bias)  # type: ignore[operator,union-attr]
+        moved += int((load != load.mean()).sum())
+    assert moved > 30

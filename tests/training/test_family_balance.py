@@ -31,6 +31,10 @@ EPS = 1e-4  # where gradients are rounding alone, a smaller one would make steps
 SEQ, VOCAB, PADDED = 16, 91, 96
 DEFAULT_MODELS, ALL = list(ODD)[::2], list(ODD)
 TP2, PP2 = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}
+SP2, EP2 = {**TP2, "sequence_parallel": True}, {"expert_parallel_size": 2, "gradient_accumulation_steps": 1}
+# Ranks exchange, gather or hand round heads whose values are narrower or wider than keys.
+CONTEXT = [(2, {"context_parallel_size": 2, "context_parallel_type": kind}, ["deepseek 3", "deepseek 3 halves"])
+           for kind in ("allgather", "ulysses", "ring")]  # fmt: skip
 Model = tuple[dict[str, Any], Weights]
 
 
@@ -113,7 +117,12 @@ def steps(rank: int, world_size: int, models: list[Model], layout: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("world", "keys", "cases"), cells([(1, {}, DEFAULT_MODELS)], product=[(2, TP2, ALL), (1, {}, ALL), (2, PP2, ALL)])
+    ("world", "keys", "cases"),
+    cells(
+        [(1, {}, DEFAULT_MODELS), (2, SP2, ["deepseek 3"])],
+        [(2, EP2, ["deepseek 2", "glm 4 moe lite"]), *CONTEXT],
+        product=[(2, TP2, ALL), (1, {}, ALL), (2, PP2, ALL)],
+    ),
 )
 def test_three_steps_are_those_of_transformers(world: int, keys: dict[str, Any], cases: list[str]) -> None:
     references = [reference(case) for case in cases]

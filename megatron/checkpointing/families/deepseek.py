@@ -109,8 +109,8 @@ def first_dense_config(args: ModelArgs) -> dict[str, Any]:
 def grouped_expert_keys(config: Config, kinds: Sequence[str]) -> dict[str, Any]:
     """Returns the NeoX configuration keys for DeepSeek's experts: groups, dense blocks, shared experts.
 
-    config: config.json with the defaults of its family. kinds: of each block's feed-forward. Raises CheckpointError for a model without experts or
-    without shared experts."""
+    config: config.json with the defaults of its family. kinds: of each block's feed-forward, dense or sparse.
+    Raises CheckpointError for a model without experts or without shared experts."""
     experts, shared, width = (
         config[name] for name in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size")
     )

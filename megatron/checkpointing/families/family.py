@@ -200,7 +200,7 @@ class Family:
     ignored: a regular expression for HuggingFace tensors without trained values.
     carried: a regular expression for tensors that NeoX models lack. They are copied unchanged from import to
         export. None: there are none.
-    predicts_more: files may hold further blocks after the last, for multi-token prediction. They are left out.
+    predicts_more: files may hold blocks after the last, for multi-token prediction, which are left out.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
         several names, or of all experts ({expert}), are one tensor in memory.

@@ -7,7 +7,7 @@ from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
 from megatron.model.build_specs import has_one_norm, norm_kind
-from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MoESpec
+from megatron.model.specs import AttentionSpec, LatentAttentionSpec, Mamba2Spec, MambaSpec, MoESpec
 from megatron.neox_arguments import ModelArgs
 
 _NORMS = {
@@ -64,6 +64,8 @@ def _features(args: ModelArgs) -> tuple[str, ...]:
         f"{args.moe_num_experts} experts, {args.moe_top_k} per token": bool(mixtures),
         "normalised scores": bool(mixtures) and args.norm_topk_prob,
         "sigmoid scores": bool(mixtures) and args.router_scores == "sigmoid",
+        "groups of experts": bool(mixtures) and mixtures[0].router.top_groups < mixtures[0].router.groups,
+        "dense blocks at the start": bool(mixtures) and args.has_dense(0),
         "expert-choice biases": bool(mixtures) and args.moe_router_bias_update_rate is not None,
         "a shared expert": bool(mixtures) and mixtures[0].shared is not None and not args.moe_shared_expert_gate,
         "a gated shared expert": bool(mixtures) and args.moe_shared_expert_gate,
@@ -105,9 +107,10 @@ def _attention_features(args: ModelArgs) -> dict[str, bool]:
     turned = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
     scalings = {rotary.scaling["rope_type"] for rotary in turned if rotary.scaling is not None}
     return {
+        "latent attention": isinstance(attention, LatentAttentionSpec),
         "grouped queries": attention.kv_heads < attention.heads,
         "layers without positions": args.pos_emb == "rotary" and len(turned) < len(mixers),
-        "partial rotary": bool(turned) and turned[0].width < args.head_dim,
+        "partial rotary": args.kv_lora_rank is None and bool(turned) and turned[0].width < args.head_dim,
         "interleaved rotary": args.rotary_interleaved,
         "two rotary bases": len({rotary.base for rotary in turned}) > 1,
         " ".join(sorted(scalings)): bool(scalings),

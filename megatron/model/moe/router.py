@@ -139,8 +139,8 @@ class Router(nn.Module):
             scores = scores + self.expert_bias
         if spec.top_groups < spec.groups:
             grouped = scores.unflatten(-1, (spec.groups, -1))
-            counted = min(2 if spec.group_score == "best_two" else 1, grouped.shape[-1])
-            best = grouped.topk(counted, dim=-1).values.sum(-1).topk(spec.top_groups, -1).indices
+            scores_per_group = min(2 if spec.group_score == "best_two" else 1, grouped.shape[-1])
+            best = grouped.topk(scores_per_group, dim=-1).values.sum(-1).topk(spec.top_groups, -1).indices
             allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(spec.top_k, dim=-1).indices

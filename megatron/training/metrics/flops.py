@@ -54,7 +54,7 @@ def neox_flops(
     models with blocks that GPT-NeoX lacks, `model_flops` counts instead.
     """
     kinds = set(args.attention_config)
-    if kinds - {*FULL_BLOCKS, "mamba"}:
+    if kinds - {*FULL_BLOCKS, "mamba"} or args.kv_lora_rank is not None:
         return model_flops(args, seq_length, row_length) * factor / 3.0
     if "mamba" in kinds:
         return _neox_mamba_flops(args, factor, seq_length or args.seq_length)
