@@ -89,6 +89,9 @@ _MINISTRAL = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "fac
               "beta_slow": 1.0, "original_max_position_embeddings": 16384, "max_position_embeddings": 262144,
               "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
 
+_DEEPSEEK = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+_MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
 
 def sizes(
     kind: str, vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, length: int, **overrides: Any
@@ -190,6 +193,21 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         attention_bias=True, experts_per_token=4, initial_context_length=4096, num_experts_per_tok=4,
         num_local_experts=32, output_router_logits=False, router_aux_loss_coef=0.9, sliding_window=128,
         swiglu_limit=7.0, tie_word_embeddings=False, layer_types=["sliding_attention", "full_attention"] * 12)),
+    "deepseek-ai/DeepSeek-V2-Lite": (15_706_484_224, sizes(
+        "deepseek_v2", 102400, 2048, 27, 16, 16, 10944, 163840, **_MLA, q_lora_rank=None, moe_intermediate_size=1408,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, n_group=1,
+        topk_group=1, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False, routed_scaling_factor=1.0,
+        rope_theta=10000, rope_scaling={**_DEEPSEEK, "mscale": 0.707, "mscale_all_dim": 0.707})),
+    "deepseek-ai/DeepSeek-V3": (671_026_419_200, sizes(
+        "deepseek_v3", 129280, 7168, 61, 128, 128, 18432, 163840, **_MLA, q_lora_rank=1536, moe_intermediate_size=2048,
+        n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3, n_group=8,
+        topk_group=4, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
+        num_nextn_predict_layers=1, rope_theta=10000,
+        rope_scaling={**_DEEPSEEK, "mscale": 1.0, "mscale_all_dim": 1.0})),
+    "openbmb/MiniCPM3-4B": (4_073_875_968, sizes(
+        "minicpm3", 73448, 2560, 62, 40, 40, 6400, 32768, q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64,
+        qk_rope_head_dim=32, rms_norm_eps=1e-5, scale_emb=12, scale_depth=1.4, dim_model_base=256,
+        tie_word_embeddings=True)),
     "state-spaces/mamba-130m-hf": (129_135_360, {
         "model_type": "mamba", "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24, "state_size": 16,
         "d_inner": 1536, "d_model": 768, "intermediate_size": 1536, "n_layer": 24, "time_step_rank": 48,

@@ -142,13 +142,17 @@ def converted(place: Path, message: str, capsys: pytest.CaptureFixture[str]) -> 
     return tensors_of(place / "back")
 
 
-@pytest.mark.parametrize(("case", "sizes"), [("qwen 3 moe", {"moe_intermediate_size": 136}), ("mixtral", {})])
+@pytest.mark.parametrize(("case", "sizes", "number"), [
+    ("qwen 3 moe", {"moe_intermediate_size": 136}, 2 * (4 + 8 * 3)), ("mixtral", {}, 2 * (4 + 8 * 3)),
+    # Attention's five linears, and of one block the experts and their shared one.
+    ("deepseek 3", {"attention_bias": False}, 2 * 5 + 3 + 3 + 8 * 3),
+])  # fmt: skip
 def test_each_expert_has_scales_of_its_own(
-    case: str, sizes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, sizes: dict[str, int], number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As Qwen3-30B-A3B-FP8 has them, but for the router. The import is checked against transformers."""
+    """As in DeepSeek V3 and Qwen3-30B-A3B-FP8, but for the router. Logits are those of transformers."""
     expected = in_fp8(tmp_path / "hf", case, **sizes)
-    assert same_bits(converted(tmp_path, f"{2 * (4 + 8 * 3)} weights are quantised (fp8", capsys), expected)
+    assert same_bits(converted(tmp_path, f"{number} weights are quantised (fp8", capsys), expected)
 
 
 def in_mxfp4(path: Path) -> dict[str, Tensor]:

@@ -163,8 +163,17 @@ def sigmoid_keys(config: Config) -> dict[str, Any]:
     }
 
 
+def _refuse_others(config: Config, **fields: str) -> None:
+    """Refuse fields of DeepSeek's own code that transformers does not read, with values that it does not
+    compute."""
+    for name, value in fields.items():
+        refuse_unless(config, name, value)
+    refuse_unless(config, "moe_layer_freq", 1)
+
+
 def _v3_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _V3)
+    _refuse_others(config, scoring_func="sigmoid", topk_method="noaux_tc")
     return {
         **latent_keys({**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", True)),
         **grouped_expert_keys(config, first_dense(config)),
@@ -194,6 +203,7 @@ DEEPSEEK_V3 = Family(
 
 def _v2_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _V2)
+    _refuse_others(config, scoring_func="softmax")
     refuse_unless(config, "topk_method", "greedy", "group_limited_greedy")
     refuse_unless(config, "norm_topk_prob", False)  # transformers ignores this field
     refuse_unless(config, "mlp_bias", False)
