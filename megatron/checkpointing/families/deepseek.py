@@ -87,8 +87,6 @@ def latent_keys(config: Config, *, interleaved: bool) -> dict[str, Any]:
 
 def latent_config(args: ModelArgs) -> dict[str, Any]:
     """Returns config.json's fields for a model with latent attention, the inverse of `latent_keys`."""
-    if args.kv_lora_rank is None:
-        raise CheckpointError("the family has only blocks with latent attention (kv_lora_rank)")
     config = {**common_config(args, head_dim=False), **rope_config(args)}
     config.pop("head_dim", None)
     return {**config, **{name: getattr(args, name) for name in _WIDTHS}}
@@ -133,18 +131,11 @@ def grouped_expert_keys(config: Config, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def grouped_expert_config(args: ModelArgs) -> dict[str, Any]:
-    """Returns config.json's fields for DeepSeek's experts, the inverse of `grouped_expert_keys`.
-
-    Raises CheckpointError if the shared expert is not as wide as several experts."""
+    """Returns config.json's fields for DeepSeek's experts, the inverse of `grouped_expert_keys`."""
     shared, width = args.moe_shared_expert_intermediate_size or 0, args.expert_ffn_size
-    if not shared or shared % width:
-        raise CheckpointError(
-            f"the shared expert's width {shared} is no multiple of an expert's {width} "
-            "(moe_shared_expert_intermediate_size)"
-        )
     return {
         "n_routed_experts": args.moe_num_experts,
-        "n_shared_experts": shared // width,
+        "n_shared_experts": max(1, shared // width),  # another width is refused by the comparison
         "num_experts_per_tok": args.moe_top_k,
         "moe_intermediate_size": width,
         "routed_scaling_factor": args.moe_router_topk_scaling_factor,
