@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from benchmarks.fault_campaign.runs import LOCK
 from megatron.neox_arguments.frozen import FrozenDict
+from megatron.process.run_files import STATUS
 
 # Phase: the functions that it consists of, as (module, name in it), and how often a run calls one at most.
 PHASES: Mapping[str, tuple[tuple[tuple[str, str], ...], int]] = FrozenDict({
@@ -233,7 +233,7 @@ def _spoil_configuration(folder: Path) -> None:
 
 def _change_data(folder: Path) -> None:
     """Flips a bit of a data file without replacing the file. Its path is written into `changed`."""
-    if not (folder / "run" / LOCK).exists():  # not fingerprinted yet: the run would be one on other data
+    if not (folder / "run" / STATUS).exists():  # not fingerprinted yet: the run would be one on other data
         (folder / "reached").unlink()
         return
     choice = random.Random((folder / "reached").read_text())
