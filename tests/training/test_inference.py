@@ -158,7 +158,8 @@ def evaluations(rank: int, world_size: int, values: dict[str, Any]) -> list[Vali
     """For the pool: the initial model on the first five, eight and sixteen validation samples."""
     training = begin(values)
     tokenizer, valid = training.tokenizer, cast(Any, training.datasets.valid)
-    return [evaluate(training.engine, valid, n, tokenizer.eod, tokenizer.detokenize) for n in (5, 8, 16)]
+    sums = [evaluate(training.engine, valid, n, tokenizer.eod, tokenizer.detokenize) for n in (5, 8, 16)]
+    return [set_sums.result() for set_sums in sums]
 
 
 def evaluated_values(model: dict[str, Any], layout: dict[str, Any], micro_batch: int) -> dict[str, Any]:
