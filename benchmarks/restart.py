@@ -4,6 +4,7 @@ A small model trains on two ranks through `deepy.py --max-restarts`. Rank 1 is k
 after a save and once its spare waits. Each way trains by itself; the ratio of both is of one machine.
 """
 
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,8 @@ from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 
 STEPS_PER_KILL = 30
-STEPS_PER_FAULT, LOCAL_SAVE_INTERVAL = 300, 5  # of --share
+# Of --share: a kill comes KILL_OFFSET steps after a validation, and is over STEPS_WATCHED new steps later.
+STEPS_PER_FAULT, KILL_OFFSET, STEPS_WATCHED, LOCAL_SAVE_INTERVAL = 300, 10, 40, 5
 WAITING_S = 1.0  # a spare that has used no processor time for so long waits
 
 
@@ -100,22 +102,20 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
     return seconds, memory
 
 
-def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[list[float], list[float], str]:
-    """Returns seconds of a run of the quickstart model, and the last line of deepy.py.
+def times_of_run(folder: Path, kills: int) -> tuple[list[float], str]:
+    """Returns when a run of the quickstart model ended each step at first, and the last line of deepy.py.
 
-    The first list has those of each step. The second has those from each kill to the next step that the run
-    had not reached before. Its rank is killed every STEPS_PER_FAULT steps. It keeps its last steps in memory
-    (`local_save`).
+    Its rank is killed every STEPS_PER_FAULT steps. It keeps its last steps in memory (`local_save`).
     """
+    steps = STEPS_PER_FAULT * kills + KILL_OFFSET + STEPS_WATCHED
     save, memory = folder / "run", Path("/dev/shm") / f"neox_{os.getpid()}"
     keys = {"save": str(save), "load": str(save), "tensorboard_dir": None, "log_interval": 1, "train_iters": steps,
             "max_restarts": kills, "local_save": str(memory), "local_save_interval": LOCAL_SAVE_INTERVAL}  # fmt: skip
     configs = ["configs/quickstart.yml", "configs/local_setup.yml"]
     settings = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "1", "train.py", *configs, "--set", *settings]
-    step_seconds: list[float] = []
-    lost: list[float] = []
-    last_line, kills_so_far, reached, last_time = "", 0, 0, 0.0
+    times: list[float] = []
+    last_line, kills_so_far = "", 0
     try:
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -124,20 +124,17 @@ def seconds_of_run(folder: Path, steps: int, kills: int) -> tuple[list[float], l
             for line in process.stdout:
                 last_line = line.strip() or last_line
                 match = re.search(r"iteration +(\d+)/", line)
-                if not match or int(match[1]) <= reached:  # or a step once more
+                if not match or int(match[1]) <= len(times):  # or a step once more
                     continue
-                now = time.monotonic()
-                if reached:
-                    (lost if len(lost) < kills_so_far else step_seconds).append(now - last_time)
-                reached, last_time = int(match[1]), now
-                if kills_so_far < kills and reached >= STEPS_PER_FAULT * (kills_so_far + 1):
+                times.append(time.monotonic())
+                if kills_so_far < kills and len(times) == STEPS_PER_FAULT * (kills_so_far + 1) + KILL_OFFSET:
                     os.kill(ranks_of(process.pid)[0][0], signal.SIGKILL)
                     kills_so_far += 1
     finally:
         shutil.rmtree(memory, ignore_errors=True)
     if process.returncode != 0:
         sys.exit(f"restart.py: the run ended with code {process.returncode}: {last_line}")
-    return step_seconds, lost, last_line
+    return times, last_line
 
 
 def main() -> int:
@@ -154,15 +151,21 @@ def main() -> int:
     assert DATA.exists()
     if options.share:
         with tempfile.TemporaryDirectory() as folder:
-            steps = STEPS_PER_FAULT * options.kills + STEPS_PER_KILL
-            step_seconds, lost, last_line = seconds_of_run(Path(folder), steps, options.kills)
-        useful = STEPS_PER_FAULT * statistics.mean(step_seconds)
-        lost_by_kill = statistics.mean(lost) - statistics.mean(step_seconds)  # the step after it is useful
+            times, last_line = times_of_run(Path(folder), options.kills)
+        killed = [STEPS_PER_FAULT * (kill + 1) + KILL_OFFSET for kill in range(options.kills)]
+        spans = [times[step + STEPS_WATCHED - 1] - times[step - 1] for step in killed]
+        useful = times[killed[0] - 1] - times[killed[0] - 1 - STEPS_PER_FAULT]  # with its validations and saves
+        step_seconds = [
+            end_time - start_time
+            for start_time, end_time in itertools.pairwise(times[killed[0] - STEPS_PER_FAULT : killed[0]])
+        ]
+        undisturbed = STEPS_WATCHED * statistics.median(step_seconds)
+        lost = [span - undisturbed for span in spans]
         print(last_line)
-        print(f"kill to next new step: {', '.join(f'{gap:.1f}' for gap in lost)} s")
+        print(f"{STEPS_WATCHED} steps take {undisturbed:.1f} s, after a kill {', '.join(f'{s:.1f}' for s in spans)} s")
         print(
-            f"{STEPS_PER_FAULT} steps take {useful:.1f} s, and a kill loses {lost_by_kill:.1f} s: effective time "
-            f"{useful / (useful + lost_by_kill):.1%}"
+            f"{STEPS_PER_FAULT} steps take {useful:.1f} s, and a kill loses {statistics.mean(lost):.1f} s: effective "
+            f"time {useful / (useful + statistics.mean(lost)):.1%}"
         )
         return 0
     medians = []
