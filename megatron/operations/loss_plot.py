@@ -43,7 +43,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.plot(*read_curve(ordinary(rows), "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
     axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
     for name in dict.fromkeys(name for row in rows for name in row if fnmatchcase(name, _SETS)):
-        axes.plot(*read_curve(rows, name), marker=".", linewidth=1, label=f"validation {name.split('/')[1]}")
+        label = name.rpartition("/")[0].replace("/", " ", 1)  # such as `validation web`
+        axes.plot(*read_curve(rows, name), marker=".", linewidth=1, label=label)
     for name, (color, label) in EXTRA_CURVES.items():
         if any(name in row for row in rows):
             axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)

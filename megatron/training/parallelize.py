@@ -65,12 +65,15 @@ def parallelize(
 
 def defer_weight_gradients(stage: Stage, args: ModelArgs) -> None:
     """If the pipeline schedule defers weight gradients, let the blocks' linears and experts leave theirs for
-    later."""
+    later.
+
+    Replicated linears do not: under sequence parallelism autograd sums their gradients over tensor ranks.
+    """
     if not args.defers_weight_gradients:
         return
     stage.deferred = DeferredGradients()
     for module in (m for spec in stage.blocks for m in stage.layers[str(spec.index)].modules()):
-        if isinstance(module, Linear) and module.weight.requires_grad:
+        if isinstance(module, Linear) and module.weight.requires_grad and module.replica_group is None:
             module.product = DeferredProduct(module.product, module, stage.deferred)
         elif isinstance(module, Experts):
             module.deferred = stage.deferred

@@ -166,7 +166,9 @@ def _v3_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _V3)
     _refuse_others(config, scoring_func="sigmoid", topk_method="noaux_tc")
     return {
-        **latent_keys({**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", True)),
+        **latent_keys(
+            {**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", "rope_interleave" not in config)
+        ),
         **grouped_expert_keys(config, first_dense(config)),
         **sigmoid_keys(config),
     }
@@ -271,7 +273,9 @@ _YOUTU = {
 
 def _youtu_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _YOUTU)
-    return latent_keys({**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", True))
+    return latent_keys(
+        {**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", "rope_interleave" not in config)
+    )
 
 
 def _youtu_config(args: ModelArgs) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def _lite_keys(config: Config) -> dict[str, Any]:
     refuse_unless(config, "partial_rotary_factor", 1.0)
     usual_kinds = [DENSE] + [SPARSE] * (config["num_hidden_layers"] - 1)
     return {
-        **latent_keys({**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", True)),
+        **latent_keys(
+            {**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", "rope_interleave" not in config)
+        ),
         **grouped_expert_keys(config, get(config, "mlp_layer_types", usual_kinds)),
         **sigmoid_keys(config),
     }

@@ -124,10 +124,10 @@ class AttentionBackends:
             return backend.attend(q, k, v, inputs, options)
         # Shared prefixes are repeated for the kernel only; everything else is computed once per shared
         # prefix.
-        shape = q.transpose(0, 1).shape
+        rows = q.transpose(0, 1).shape[:2]
         q, k, v = (rows_in_one(x).index_select(0, inputs.written_out).unsqueeze(1) for x in (q, k, v))
         out = backend.attend(q, k, v, inputs, options)
-        return rows_in_one(out).index_select(0, inputs.own_places).view(shape).transpose(0, 1)
+        return rows_in_one(out).index_select(0, inputs.own_places).unflatten(0, rows).transpose(0, 1)
 
     def _backend(self, kind: str, queries: int) -> AttentionBackend:
         backend = self.backend_by_kind[kind]

@@ -218,8 +218,8 @@ def _label(name: str) -> str:
     """Returns the label of a metric in a legend, such as `validation perplexity`; "training" is omitted."""
     kind, _, stem = name.partition("/")
     if _is_of_set(name):
-        named_set, stem = stem.split("/")
-        return f"{_KINDS[kind]} {named_set} {_LABELS.get(stem, _words(stem))}".strip()
+        named_set, _, stem = stem.rpartition("/")
+        return f"{_KINDS[kind]} {named_set.replace('/', ' ')} {_LABELS.get(stem, _words(stem))}".strip()
     stem = _LABELS.get(stem, _words(stem))
     return f"{_KINDS[kind]} {stem}".strip() if kind in ("validation", "test") or not stem else stem
 

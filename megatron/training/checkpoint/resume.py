@@ -287,6 +287,9 @@ class CheckpointLoader:
                 raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
             check_model(state.get("args", {}), args, str(path))
             self.logger.info(f"{path} has no manifest.json, as GPT-NeoX's checkpoints, so its files are not verified")
+        if args.ema_decay is not None and not takes_optimizer:
+            text = "averages are in the optimizer's state, which is not loaded; they begin with the weights"
+            self.logger.warning(f"ema_decay: {path}: {text}")
         iteration = int(state.get("iteration", state.get("global_steps", 0)))
         scaler: dict[str, float] = {}
         if takes_optimizer:

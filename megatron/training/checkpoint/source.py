@@ -109,6 +109,8 @@ def check_averaged(args: NeoXArgs, source: CheckpointSource) -> None:
         raise args.error("load_ema", "needs a checkpoint with averages; name it by load, or remove load_ema")
     if not args.finetune:
         raise args.error("load_ema", "takes weights alone; set finetune: true, or remove load_ema")
+    if args.lora is not None:
+        raise args.error("load_ema", "is not built with lora; export the average (--ema), and load that folder")
 
 
 def fetch_remote_source(args: NeoXArgs) -> None:

@@ -252,6 +252,7 @@ class NativeEngine(Engine):
     @torch.no_grad()
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         self.finish_update()
+        self._update.averages.clear()
         for shard in self.shards.trained:
             state = dict(read(shard.layer, shard.name))
             average = state.pop(AVERAGE, None)

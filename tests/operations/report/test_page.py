@@ -144,7 +144,8 @@ def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
 
 def test_named_sets_and_sources_share_plots(tmp_path: Path) -> None:
     """Each set has its curve beside the validation loss; other metrics of sets share a plot, too."""
-    names = ("lm_loss", "web/lm_loss", "code/lm_loss", "web/entropy", "code/entropy")
+    losses = ("lm_loss", "web/lm_loss", "code/lm_loss", "ema/lm_loss", "ema/web/lm_loss")
+    names = (*losses, "web/entropy", "code/entropy")
     metrics = {f"validation/{name}": 1.0 for name in names} | {"train/loss_by_source/web": 1.0}
     page = write_report([write_run(tmp_path / "a", rows_of(3, lambda step: metrics))])
     linear = [figure for figure in figures(page) if not figure.name.endswith("-log")]
@@ -154,7 +155,8 @@ def test_named_sets_and_sources_share_plots(tmp_path: Path) -> None:
         for title in ("Loss", "Entropy", "Loss by source")
         if plots[title].legend
     }
-    assert labels["Loss"][-3:] == ["validation", "validation web", "validation code"]
+    sets = ["validation web", "validation code", "validation ema", "validation ema web"]
+    assert labels["Loss"][-5:] == ["validation", *sets]
     assert labels["Entropy"] == ["validation web entropy", "validation code entropy"] and "Loss by source" in plots
 
 

@@ -183,6 +183,8 @@ def test_averages_that_are_not_there_are_refused(averaged: Path, tmp_path: Path)
     keys = {"load": str(averaged), "load_ema": True}
     with pytest.raises(ConfigError, match="load_ema: takes weights alone; set finetune: true"):
         begin(config(LLAMA, ADAMW, keys))
+    with pytest.raises(ConfigError, match="load_ema: is not built with lora"):
+        begin(config(LLAMA, ADAMW, keys, finetune=True, lora={"r": 2}))
     last_only = config(LLAMA, ADAMW, train_iters=1, checkpoint_factor=1, save=str(tmp_path))
     run_ranks(to_their_ends, 1, [last_only], timeout=TIMEOUT)
     with pytest.raises(CheckpointError, match="has no averaged weights"):

@@ -34,8 +34,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "adapters, dropout": {**LLAMA, **ADAMW, "lora": {"r": 4, "alpha": 8, "dropout": 0.1, "dora": True}},
     "dropout": {**LLAMA, **ADAMW, "hidden_dropout": 0.2, **DOCUMENTS},
 }  # fmt: skip
+LATENT = {**LLAMA, **ADAMW, "num_kv_heads": None, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8,
+          "qk_rope_head_dim": 4, "v_head_dim": 6}  # fmt: skip
 DEFAULT_CELLS = [
     ("interleaved", "zero3", "llama"), ("zero_bubble", "zero1", "rpe tied"), ("zbv", "pp4", "neox tied"),
+    ("zero_bubble", "tp2 sp", "latent"),  # whose linears before the heads are replicated
 ]  # fmt: skip
 MORE_CELLS = [
     ("interleaved", "pp2", "neox tied"), ("uneven", "pp2", "neox tied"), ("zero_bubble, two", "pp4", "frozen"),
@@ -66,7 +69,7 @@ PRODUCT = SAMPLED_PRODUCT + [cell for cell in PRODUCT if cell not in DEFAULT_CEL
 
 def model_config(model: str, micro_batch: int, *layout: dict[str, Any]) -> dict[str, Any]:
     keys = {"num_layers": 8, "train_micro_batch_size_per_gpu": micro_batch}
-    return config(MODELS[model], {"pipe_parallel_size": 2} if layout else {}, *layout, keys)
+    return config({**MODELS, "latent": LATENT}[model], {"pipe_parallel_size": 2} if layout else {}, *layout, keys)
 
 
 @pytest.fixture(scope="module")
