@@ -40,6 +40,13 @@ class OptimizerFiles:
     def __bool__(self) -> bool:
         return bool(self.files)
 
+    @property
+    def has_averages(self) -> bool:
+        """Whether the checkpoint has averages of its weights (`ema_decay`)."""
+        manifest = self._source.manifest
+        records = () if manifest is None else manifest.files.values()
+        return any(name.endswith(f"/{AVERAGE}") for record in records for name in record.tensors)
+
     def _layer(self, layer: int) -> list[Mapping[str, Any]]:
         if self._open[0] != layer:
             names = [optimizer_file(layer, rank) for rank in range(self.tensor_size)]

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.manifest import read_manifest, saved_model
+from megatron.checkpointing.manifest import Manifest, read_manifest, saved_model
 from megatron.checkpointing.weight_files import CheckpointDescription, describe_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.values.ffn_width import CONVENTIONS
 
-_START = {"load_ema": False}  # it says how the run began, not which weights of its checkpoint to read
+
+def _config(manifest: Manifest) -> dict[str, Any]:
+    """Returns the saved keys but `load_ema`, which says with which weights the run began."""
+    return {key: value for key, value in manifest.config.items() if key != "load_ema"}
 
 
 def checkpoint_args(source: str | Path) -> NeoXArgs:
@@ -20,8 +24,7 @@ def checkpoint_args(source: str | Path) -> NeoXArgs:
     manifest = read_manifest(source)
     if manifest is None or manifest.base is None:
         return load_checkpoint_args(source)[0]
-    overrides = {"padded_vocab_size": manifest.model.get("padded_vocab_size"), **_START}
-    return NeoXArgs.from_dict({**manifest.config, **overrides})
+    return NeoXArgs.from_dict({**_config(manifest), "padded_vocab_size": manifest.model.get("padded_vocab_size")})
 
 
 def load_checkpoint_args(
@@ -43,7 +46,7 @@ def load_checkpoint_args(
     overrides = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
     files: list[Path] = [Path(file) for file in config_files]
     if not files and manifest is not None and manifest.config:
-        return NeoXArgs.from_dict({**manifest.config, **overrides, **_START}), facts
+        return NeoXArgs.from_dict({**_config(manifest), **overrides}), facts
     files = files or sorted(file for kind in ("yml", "yaml", "json") for file in path.glob(f"configs/*.{kind}"))
     if not config_files and (odd := next((file for file in files if not file.is_file()), None)) is not None:
         raise CheckpointError(f"{odd}: not a regular file; restore it, or pass the configuration with --config_file")

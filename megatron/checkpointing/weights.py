@@ -112,16 +112,14 @@ def _averages(
     Raises CheckpointError if the checkpoint has none.
     """
     files, averages = OptimizerFiles(checkpoint), {}
+    if not files.has_averages:
+        raise CheckpointError(f"{checkpoint.path}: {NO_AVERAGES}")
     trained = files.names([2 if spec.shared else layer for spec in specs])
     for spec in specs:
         if spec.name not in weights or (2 if spec.shared else layer, spec.name) not in trained:
             continue  # weights that were not trained are their own average
-        state = files.read(layer, spec, tensor_rank, tensor_size)
-        if AVERAGE not in state:
-            raise CheckpointError(f"{checkpoint.path}: {NO_AVERAGES}")
-        averages[spec.name] = state[AVERAGE].to(weights[spec.name].dtype)
-    if not files:
-        raise CheckpointError(f"{checkpoint.path}: {NO_AVERAGES}")
+        average = files.read(layer, spec, tensor_rank, tensor_size)[AVERAGE]
+        averages[spec.name] = average.to(weights[spec.name].dtype)
     return averages
 
 

@@ -13,8 +13,7 @@ _GIB = 2**30
 def checkpoint_bytes(args: NeoXArgs, cwd: Path) -> int:
     """Returns the estimated size of all checkpoints that a run keeps at the same time.
 
-    A checkpoint has the weights. For each trained parameter it has the optimizer's two states, a fp32 copy of
-    16-bit weights, and the average of `ema_decay`. cwd: folder to which relative paths refer.
+    A checkpoint has the weights and the optimizer's state. cwd: folder to which relative paths refer.
     """
     import contextlib
 
@@ -25,9 +24,8 @@ def checkpoint_bytes(args: NeoXArgs, cwd: Path) -> int:
         if args.padded_vocab_size is None:
             args = with_vocabulary(args, build_tokenizer(args))
     size = model_size(args.for_world(1))
-    element, states = (4, 8) if args.precision == "fp32" else (2, 12)
-    states += 4 if args.ema_decay is not None else 0
-    optimizer = 0 if args.compat_no_save_optim else states * size.trained
+    element = 4 if args.precision == "fp32" else 2
+    optimizer = 0 if args.compat_no_save_optim else args.optimizer_bytes * size.trained
     return kept_checkpoints(args) * (element * size.total + optimizer)
 
 

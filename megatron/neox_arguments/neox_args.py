@@ -63,6 +63,14 @@ class NeoXArgs(GPTNeoXMethods):
         settled = self.replace(**{key: value})
         return replace(settled, origins=FrozenDict({**settled.origins, key: self.origin(key)}))
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """An estimate of the bytes of optimizer state per trained parameter.
+
+        They are Adam's moments, the master of a 16-bit weight, and the average of `ema_decay`, all in fp32.
+        """
+        return 8 + (4 if self.params_dtype != "fp32" else 0) + (4 if self.ema_decay is not None else 0)
+
     def for_world(self, world_size: int) -> "NeoXArgs":
         """Returns the configuration with batch sizes and data_parallel_size computed for `world_size` ranks.
 

@@ -130,15 +130,17 @@ def tokenizer_inputs(args: ModelArgs, folder: Path) -> dict[str, str]:
 
 
 def loaded_inputs(args: NeoXArgs, folder: Path) -> Any:
-    """Returns the keys `load`, `iteration` and `finetune`, and the digest of the weights in `load`; None
-    without `load`.
+    """Returns the keys that say what a run begins with, and the digest of the weights in `load`; None without
+    `load`.
 
     The weights are those of `iteration`, or those that the file `latest` in `load` names. The digest is left
     out if they are not on a local disk.
     """
     if args.load is None:
         return None
-    source = {"load": args.load, "iteration": args.iteration, "finetune": args.finetune}
+    source = {key: getattr(args, key) for key in ("load", "iteration", "finetune")}
+    if args.load_ema:
+        source["load_ema"] = True
     save = folder / args.load
     checkpoint = latest_checkpoint(save) if args.iteration is None else save / f"global_step{args.iteration}"
     if checkpoint is None or not (checkpoint / "manifest.json").is_file():

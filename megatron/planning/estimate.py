@@ -145,8 +145,7 @@ class MemoryEstimator:
         """size: parameters of a rank. shares: ranks over which ZeRO shards."""
         block = size * layout.pipe / self._args.num_layers
         trained = self._trained_share
-        per_parameter = (8.0 if self._is_fp32 else 12.0) + (4.0 if self._args.ema_decay is not None else 0.0)
-        optimizer = per_parameter * size * trained / (shares if layout.zero else 1)
+        optimizer = self._args.optimizer_bytes * size * trained / (shares if layout.zero else 1)
         is_quantized = (self._args.user_values.get("lora") or {}).get("quantization") is not None
         element = _QUANTIZED if is_quantized else self._element
         weights = element * (size if layout.zero < 3 else 2 * block)

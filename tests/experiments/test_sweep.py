@@ -131,6 +131,7 @@ def test_initial_weights_are_an_input(tmp_path):
     args = NeoXArgs.from_dict({**config(), "load": "init"})
     inputs = [loaded_inputs(args.replace(iteration=step), tmp_path) for step in (None, 4, 8, 9)]
     assert inputs[0]["sha256"] == inputs[2]["sha256"] != inputs[1]["sha256"] and "sha256" not in inputs[3]
+    assert loaded_inputs(args.replace(load_ema=True), tmp_path) != inputs[0], "the average of the weights"
 
 
 def test_the_base_keeps_its_own_folders(tmp_path):

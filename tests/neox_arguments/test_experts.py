@@ -23,6 +23,7 @@ SINKHORN = {"moe_router_type": "sinkhorn"}
     (SINKHORN | {"moe_jitter_eps": 0.1}, "moe_jitter_eps: moe_router_type topk sinkhorn"),
     ({"moe_router_num_groups": 3}, "moe_router_num_groups: 3 moe_num_experts 8"),
     ({"moe_router_group_topk": 1}, "moe_router_group_topk: moe_router_num_groups"),
+    ({"moe_router_group_score": "best"}, "moe_router_group_score: moe_router_num_groups"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, "moe_router_group_topk: 5 moe_router_num_groups 4"),
     ({"moe_router_num_groups": 8, "moe_router_group_topk": 1}, "moe_top_k: 2 1 groups"),
     ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate: moe_shared_expert_intermediate_size"),

@@ -76,7 +76,7 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
     source, args, _ = source_of(options)
     print(f"{source}: {describe_layout(source, args)}", flush=True)
     export_options: dict[str, Any] = {
-        "family": family, "dtype": getattr(torch, dtype) if dtype else None,
+        "family": family, "averaged": options.ema, "dtype": getattr(torch, dtype) if dtype else None,
         "tokenizer": not options.no_save_tokenizer, "vocab_is_hf": options.vocab_is_hf_tokenizer,
         "pad_token_id": options.pad_token_id if options.pad_token_id >= 0 else None,
     }  # fmt: skip
@@ -85,9 +85,7 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
             {f"{options.output_dir}/{name}": size for name, size in export_plan(source, args, **export_options).items()}
         )
         return None
-    return export_hf(
-        source, args, options.output_dir, averaged=options.ema, progress=progress_then_check, **export_options
-    )
+    return export_hf(source, args, options.output_dir, progress=progress_then_check, **export_options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

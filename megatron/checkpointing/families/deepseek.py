@@ -20,7 +20,7 @@ from megatron.checkpointing.families.config_fields import (
     window_keys,
     window_of,
 )
-from megatron.checkpointing.families.experts import DEEPSEEK_IN_MEMORY, DEEPSEEK_ROWS
+from megatron.checkpointing.families.experts import DEEPSEEK_ROWS, EXPERTS_IN_MEMORY
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
 from megatron.checkpointing.families.llama import (
     PER_HEAD,
@@ -83,6 +83,11 @@ def latent_keys(config: Config, *, interleaved: bool) -> dict[str, Any]:
         "latent_norm_epsilon": _LATENT_EPSILON,
         "rotary_interleaved": interleaved,
     }
+
+
+def rotates_neighbours(config: Config) -> bool:
+    """Whether rotary positions rotate neighbouring dimensions: by default, but not if the field is null."""
+    return get(config, "rope_interleave", "rope_interleave" not in config)
 
 
 def latent_config(args: ModelArgs) -> dict[str, Any]:
@@ -166,9 +171,7 @@ def _v3_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _V3)
     _refuse_others(config, scoring_func="sigmoid", topk_method="noaux_tc")
     return {
-        **latent_keys(
-            {**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", "rope_interleave" not in config)
-        ),
+        **latent_keys({**config, "mlp_bias": False}, interleaved=rotates_neighbours(config)),
         **grouped_expert_keys(config, first_dense(config)),
         **sigmoid_keys(config),
     }
@@ -188,7 +191,7 @@ def _v3_config(args: ModelArgs) -> dict[str, Any]:
 ROWS = replaced_rows(*LATENT_ROWS, *DEEPSEEK_ROWS)
 DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", ROWS, _v3_keys, _v3_config, title="DeepSeek V3, R1, Kimi K2",
-    in_memory=DEEPSEEK_IN_MEMORY, predicts_more=True,
+    in_memory=EXPERTS_IN_MEMORY, predicts_more=True,
     notes="config.json sets: dense blocks at the start, expert groups, YaRN, biases; layers for multi-token "
     "prediction are left out",
 )  # fmt: skip
@@ -221,7 +224,7 @@ def _v2_config(args: ModelArgs) -> dict[str, Any]:
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", ROWS, _v2_keys, _v2_config, title="DeepSeek V2",
-    in_memory=DEEPSEEK_IN_MEMORY,
+    in_memory=EXPERTS_IN_MEMORY,
     notes="config.json sets: dense blocks at the start, expert groups, YaRN, biases",
 )  # fmt: skip
 
@@ -262,7 +265,7 @@ def _dots1_config(args: ModelArgs) -> dict[str, Any]:
 
 DOTS1 = Family(
     "dots1", "Dots1ForCausalLM", replaced_rows(*DEEPSEEK_ROWS), _dots1_keys, _dots1_config, title="dots.llm1",
-    in_memory=DEEPSEEK_IN_MEMORY, has_scorer=False, notes="config.json sets: dense blocks at the start, windows",
+    in_memory=EXPERTS_IN_MEMORY, has_scorer=False, notes="config.json sets: dense blocks at the start, windows",
 )  # fmt: skip
 
 _YOUTU = {
@@ -273,9 +276,7 @@ _YOUTU = {
 
 def _youtu_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _YOUTU)
-    return latent_keys(
-        {**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", "rope_interleave" not in config)
-    )
+    return latent_keys({**config, "mlp_bias": False}, interleaved=rotates_neighbours(config))
 
 
 def _youtu_config(args: ModelArgs) -> dict[str, Any]:

@@ -65,7 +65,6 @@ DEEPSEEK_ROWS = (
     ),
     TensorMapping("mlp.shared_expert.linear2.weight", (f"{_SHARED_EXPERTS}down_proj.weight",)),
 )
-DEEPSEEK_IN_MEMORY = EXPERTS_IN_MEMORY
 
 
 class ExpertRows(NamedTuple):

@@ -13,10 +13,11 @@ from megatron.checkpointing.families.deepseek import (
     grouped_expert_keys,
     latent_config,
     latent_keys,
+    rotates_neighbours,
     sigmoid_keys,
     with_defaults,
 )
-from megatron.checkpointing.families.experts import DEEPSEEK_IN_MEMORY, DEEPSEEK_ROWS
+from megatron.checkpointing.families.experts import DEEPSEEK_ROWS, EXPERTS_IN_MEMORY
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import PER_HEAD, common_keys, llama_config, replaced_rows
 from megatron.neox_arguments import ModelArgs
@@ -65,7 +66,7 @@ def _config(args: ModelArgs) -> dict[str, Any]:
 
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", replaced_rows(*DEEPSEEK_ROWS), _keys, _config, title="GLM 4.5, 4.6, 4.7",
-    in_memory=DEEPSEEK_IN_MEMORY, predicts_more=True, has_scorer=False,
+    in_memory=EXPERTS_IN_MEMORY, predicts_more=True, has_scorer=False,
     notes="config.json sets: dense blocks at the start, QK norms, biases; layers for multi-token prediction are left "
     "out",
 )  # fmt: skip
@@ -76,9 +77,7 @@ def _lite_keys(config: Config) -> dict[str, Any]:
     refuse_unless(config, "partial_rotary_factor", 1.0)
     usual_kinds = [DENSE] + [SPARSE] * (config["num_hidden_layers"] - 1)
     return {
-        **latent_keys(
-            {**config, "mlp_bias": False}, interleaved=get(config, "rope_interleave", "rope_interleave" not in config)
-        ),
+        **latent_keys({**config, "mlp_bias": False}, interleaved=rotates_neighbours(config)),
         **grouped_expert_keys(config, get(config, "mlp_layer_types", usual_kinds)),
         **sigmoid_keys(config),
     }
@@ -96,6 +95,6 @@ def _lite_config(args: ModelArgs) -> dict[str, Any]:
 
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite", "Glm4MoeLiteForCausalLM", replaced_rows(*LATENT_ROWS, *DEEPSEEK_ROWS), _lite_keys, _lite_config,
-    title="GLM 4.7 Flash", in_memory=DEEPSEEK_IN_MEMORY, predicts_more=True, has_scorer=False,
+    title="GLM 4.7 Flash", in_memory=EXPERTS_IN_MEMORY, predicts_more=True, has_scorer=False,
     notes="config.json sets: dense blocks; layers for multi-token prediction are left out",
 )  # fmt: skip

@@ -41,9 +41,10 @@ from megatron.checkpointing.huggingface.logit_check import LogitComparison, comp
 from megatron.checkpointing.huggingface.model_card import model_card
 from megatron.checkpointing.huggingface.weight_writer import SHARD_BYTES, planned_sizes, weight_bytes, write_weights
 from megatron.checkpointing.opening import OpenCheckpoint
+from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.tensor_files import BackgroundSync, need_free
 from megatron.checkpointing.weight_files import describe_checkpoint
-from megatron.checkpointing.weights import load_weights
+from megatron.checkpointing.weights import NO_AVERAGES, load_weights
 from megatron.data.files import sync
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import ModelArgs, NeoXArgs
@@ -118,6 +119,7 @@ class ExportOptions(TypedDict, total=False):
     """Options of `export_hf` about the files that it writes.
 
     family: a `model_type`; None: the imported model's (multimodal if it was), else the first that fits.
+    averaged: as in `OpenCheckpoint`.
     dtype: of the written weights; None: the checkpoint's.
     tokenizer: false leaves the tokenizer's files out.
     vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
@@ -125,6 +127,7 @@ class ExportOptions(TypedDict, total=False):
     """
 
     family: str | None
+    averaged: bool
     dtype: torch.dtype | None
     tokenizer: bool
     vocab_is_hf: bool
@@ -137,7 +140,6 @@ def export_hf(
     output: str | Path,
     *,
     check: bool = True,
-    averaged: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: LayerProgress = no_progress,
     notes: Mapping[str, bytes] | None = None,
@@ -147,7 +149,6 @@ def export_hf(
 
     args: the checkpoint's configuration, from `load_checkpoint_args`.
     check: compare logits with those of transformers before the folder appears; false: returns None.
-    averaged: as in `OpenCheckpoint`.
     shard_bytes: largest size of a weight file.
     progress: wraps the iteration over layers, for a progress bar.
     notes: content of further .json files, by name.
@@ -157,7 +158,7 @@ def export_hf(
     manifest before they are used. A folder of an earlier conversion is replaced. After an interruption,
     repeat the call. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
-    opened = OpenCheckpoint(source, averaged=averaged)
+    opened = OpenCheckpoint(source, averaged=options.get("averaged", False))
     layer_names = [file.name for _, file in sorted(layout.layer_files(source).items())]
     opened.verify(set(opened.names).difference(layer_names))
     export = _prepare(source, args, **options)
@@ -193,6 +194,7 @@ def _prepare(
     args: NeoXArgs,
     *,
     family: str | None = None,
+    averaged: bool = False,
     dtype: torch.dtype | None = None,
     tokenizer: bool = True,
     vocab_is_hf: bool = False,
@@ -206,6 +208,8 @@ def _prepare(
             f"{source}: holds LoRA adapters and base weights; merge them first (tools/ckpts/adapter.py merge), or "
             "export only the adapters to peft (tools/ckpts/adapter.py export)"
         )
+    if averaged and not OptimizerFiles(source).has_averages:
+        raise CheckpointError(f"{source}: {NO_AVERAGES}")
     run_args, args = args, plain_args(args)
     dtype, wide = dtypes_to_write(source, dtype)
     extras = companion_files_of(
@@ -235,7 +239,7 @@ def _prepare(
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
     parameters = sum(map(math.prod, shapes.values()))
-    card = model_card(source, run_args, config, parameters, dtype, extras.card)
+    card = model_card(source, run_args, config, parameters, dtype, extras.card, averaged)
     if carried is not None and is_part:
         config = multimodal_config(config, extras.full_config, is_same_model(args, extras.config))
     files = {**extras.files, CARD: card, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}

@@ -23,16 +23,20 @@ def model_card(
     parameters: int,
     dtype: torch.dtype,
     imported_card: str = "",
+    averaged: bool = False,
 ) -> bytes:
     """Returns the content of README.md: what the model is and how it was trained.
 
     source: the checkpoint. config: the exported config.json. parameters: number of parameters. dtype: of the
         exported weights.
     imported_card: README.md of the imported model. Its YAML front matter (license, languages, terms) stays,
-        except its scores (`model-index`) once the model has been trained further."""
+        except its scores (`model-index`) once the model has been trained further.
+    averaged: the weights are averages over the run's steps (`ema_decay`)."""
     manifest = read_manifest(source)
     facts = {"Architecture": config["architectures"][0], "Parameters": f"{parameters:,}"}
     facts["Precision"] = str(dtype).removeprefix("torch.")
+    if averaged:
+        facts["Weights"] = f"exponential moving average over steps (`ema_decay: {args.ema_decay}`)"
     task, loader = _TASKS[bool(args.score_head)]
     front = _front_matter(imported_card, task, trained=manifest is not None and manifest.consumed_samples > 0)
     return (

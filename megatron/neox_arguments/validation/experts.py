@@ -84,6 +84,8 @@ def _choice(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if groups is None:
         if args.moe_router_group_topk is not None:
             problems.add("moe_router_group_topk", f"needs {groups_key}; set it, or remove this key")
+        if args.moe_router_group_score != "best_two":
+            problems.add("moe_router_group_score", f"needs {groups_key}; set it, or remove this key")
         return
     if experts % groups:
         problems.add(groups_key, f"{groups} does not divide moe_num_experts {args.cite('moe_num_experts')}; change one")

@@ -99,12 +99,16 @@ def _sections(facts: RunFacts) -> str:
 
 
 def _run_scores(facts: RunFacts) -> dict[str, float]:
-    """Returns the `eval_tasks` scores and validation losses that the run logged at the checkpoint's step."""
+    """Returns the `eval_tasks` scores and validation losses that the run logged at the checkpoint's step.
+
+    Those of averages (`ema_decay`) are left out: the published weights are the last ones."""
     logged: dict[str, float] = {}
     for row in facts.rows:
         if row.get("iteration") == facts.step:
             logged |= {name.removeprefix(_SCORES): v for name, v in row.items() if name.startswith(_SCORES)}
             logged |= {name: v for name, v in row.items() if name.startswith("validation/")}
+            if facts.args.ema_decay is not None:
+                logged = {name: v for name, v in logged.items() if not name.startswith("validation/ema/")}
     return {name: value for name, value in logged.items() if isinstance(value, int | float)}
 
 

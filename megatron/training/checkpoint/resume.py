@@ -157,7 +157,7 @@ class CheckpointLoader:
             sharers = self.local.machine_ranks
         checkpoint.verify(names, self.groups, sharers)
         local_names = names[sharers.index(self.groups.world_rank) :: len(sharers)]
-        run_on_all_ranks(self.groups, lambda: verify_finite(path, local_names, optimizer))
+        run_on_all_ranks(self.groups, lambda: verify_finite(path, local_names, optimizer or averaged))
         return checkpoint
 
     def _is_copy(self, path: Path) -> bool:
@@ -460,14 +460,12 @@ class CheckpointLoader:
             on_rank_zero(self.groups, lambda: self._check_trained(files))
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
         specs, dtype, converted = named_params(self.args), DTYPES[self.args.optimizer_state_dtype], set[torch.dtype]()
-        averages = [False]  # whether the file has those of this rank's parameters
 
         def read(layer: int, name: str) -> dict[str, Tensor]:
             return files.read(layer, specs[layer, name], tensor_rank, tensor_size)
 
         def moments(layer: int, name: str) -> dict[str, Tensor]:
             state = {key: value for key, value in read(layer, name).items() if key != MASTER}
-            averages[0] |= AVERAGE in state
             if self.args.ema_decay is None:
                 state.pop(AVERAGE, None)
             adam = {key: value for key, value in state.items() if key in ("exp_avg", "exp_avg_sq")}
@@ -475,10 +473,9 @@ class CheckpointLoader:
             return state | {key: value.to(dtype) for key, value in adam.items()}
 
         run_on_each_rank(self.groups, lambda: self.engine.restore_state(moments))
-        if averages[0] != (self.args.ema_decay is not None):
-            text = (
-                "its averaged weights are dropped" if averages[0] else "it has none, so averages begin with its weights"
-            )
+        has_averages = isinstance(files, OptimizerFiles) and files.has_averages
+        if has_averages != (self.args.ema_decay is not None):
+            text = "its averages are dropped" if has_averages else "it has none, so averages begin with its weights"
             self.logger.warning(f"ema_decay: {files.path}: {text}")
         for saved in converted:
             rounding = "" if saved.itemsize < dtype.itemsize else ", rounded to nearest"

@@ -14,8 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.checkpointing import (
     EPHEMERAL,
     CheckpointError,
@@ -379,8 +377,7 @@ class CheckpointWriter:
         elements = elements if self.base is None else trained
         writes_weights = self.groups.rank("data_context") == 0
         weights = elements * self.engine.dtype.itemsize if writes_weights else 0
-        element = (8 if self.engine.dtype == torch.float32 else 12) + (4 if self.args.ema_decay is not None else 0)
-        state = element * trained // self.groups.size("data_context")
+        state = self.args.optimizer_bytes * trained // self.groups.size("data_context")
         return weights if self.args.compat_no_save_optim else weights + state
 
     def states(self, progress: TrainingProgress, ephemeral: bool = False) -> Iterator[tuple[str, Any]]:

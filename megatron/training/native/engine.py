@@ -255,8 +255,7 @@ class NativeEngine(Engine):
         self._update.averages.clear()
         for shard in self.shards.trained:
             state = dict(read(shard.layer, shard.name))
-            average = state.pop(AVERAGE, None)
-            if average is not None and self.args.ema_decay is not None:
+            if (average := state.pop(AVERAGE, None)) is not None:
                 self._update.averages[shard.local] = shard.slice_of(average).to(
                     shard.local.device, torch.float32, copy=True
                 )

@@ -341,8 +341,9 @@ def test_the_card_has_scores_of_the_run_at_its_step_and_of_an_evaluation(tmp_pat
     (tmp_path / "results.json").write_text(json.dumps({"results": results}))
     assert (scores := read_scores(tmp_path / "results.json")) == {"piqa_acc": 0.75, "piqa_em_strict": 0.5}
     rows = [{"iteration": step, "eval_tasks/arc_acc": step / 8, "validation/lm_loss": step} for step in (1, 2, 3)]
+    rows[1]["validation/ema/lm_loss"] = 1  # of averages, which are not what is published
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
-    write_card(tmp_path, RunFacts(2, NeoXArgs.from_dict(config(LLAMA)), rows=rows, scores=scores))
+    write_card(tmp_path, RunFacts(2, NeoXArgs.from_dict(config(LLAMA, ema_decay=0.9)), rows=rows, scores=scores))
     card = (tmp_path / "README.md").read_text()
     expected = {"arc_acc": 0.25, "validation/lm_loss": 2, **scores}
     card_rows = re.findall(r"^\| (\S+) \| (\S+) \|$", card.partition("## Scores")[2], re.M)[1:]

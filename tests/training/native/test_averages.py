@@ -155,6 +155,7 @@ def test_it_is_loaded_and_exported(averaged: Path, tmp_path: Path) -> None:
     for flag, words in (("last", []), ("ema", ["--ema"])):
         convert_neox_to_hf.main(["--input_dir", str(checkpoint), "--output_dir", str(tmp_path / flag), *words])
         folders[flag] = load_file(tmp_path / flag / "model.safetensors")
+        assert ("exponential moving average" in (tmp_path / flag / "README.md").read_text()) == (flag == "ema")
     rows = len(folders["ema"]["model.embed_tokens.weight"])
     for flag, expected in (("last", weights), ("ema", averages)):
         assert torch.equal(folders[flag]["model.embed_tokens.weight"], expected[0, "word_embeddings.weight"][:rows])
@@ -187,5 +188,8 @@ def test_averages_that_are_not_there_are_refused(averaged: Path, tmp_path: Path)
         begin(config(LLAMA, ADAMW, keys, finetune=True, lora={"r": 2}))
     last_only = config(LLAMA, ADAMW, train_iters=1, checkpoint_factor=1, save=str(tmp_path))
     run_ranks(to_their_ends, 1, [last_only], timeout=TIMEOUT)
+    words = ["--input_dir", str(tmp_path), "--output_dir", str(tmp_path / "hf"), "--ema", "--dry-run"]
+    with pytest.raises(SystemExit, match="has no averaged weights"):
+        convert_neox_to_hf.main(words)
     with pytest.raises(CheckpointError, match="has no averaged weights"):
         begin(config(LLAMA, ADAMW, keys, load=str(tmp_path), finetune=True))
