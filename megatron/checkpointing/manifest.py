@@ -34,6 +34,7 @@ _MODEL_KEYS = (
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
     "score_head", "lora", "add_qkv_bias", "rotary_interleaved", "attention_multiplier", "attn_logit_softcapping",
     "final_logit_softcapping", "clip_qkv", "residual_multiplier", "logit_scale", "attention_sinks",
+    "attention_output_gate",
     "moe_num_experts",
 )  # fmt: skip
 # More such keys, for models with experts.
@@ -52,6 +53,11 @@ _LATENT_KEYS = (
 _BLOCK_KEYS = (
     "attention_config", "mamba_state_dim", "mamba_expand", "mamba_conv_kernel", "mamba_num_heads", "mamba_head_dim",
     "mamba_num_groups", "mamba_bcdt_norm_epsilon", "mamba_time_step_limit",
+)  # fmt: skip
+# More such keys, for models with Gated DeltaNet.
+_DELTA_KEYS = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )  # fmt: skip
 _ATTENTION_KEYS = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
 _MADE_OF = {
@@ -252,7 +258,9 @@ def model_keys(args: ModelArgs) -> dict[str, Any]:
     """Returns the configuration keys that decide the shapes of weights or the logits, with their values."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
     keys += _LATENT_KEYS if args.kv_lora_rank is not None else ()
-    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) else ()
+    nets = "gated_delta_net" in args.attention_config
+    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or nets else ()
+    keys += _DELTA_KEYS if nets else ()
     keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
     if _EXPERT_SHARDING in values and args.tp == 1:
@@ -312,7 +320,7 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *_BLOCK_KEYS)
+        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *_BLOCK_KEYS, *_DELTA_KEYS)
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:

@@ -42,7 +42,7 @@ class ContextLayout:
         """Return the layout that a configuration asks for."""
         is_ring, multiple = args.context_parallel_type == "ring", args.tp if args.sequence_parallel else 1
         # Mamba 2 hands its states from chunk to chunk; a second model of the run may have it.
-        keeps_documents = not args.mamba_blocks and not declaration_of(args).has_second_model
+        keeps_documents = not args.state_blocks and not declaration_of(args).has_second_model
         return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple, keeps_documents)
 
     def num_queries(self, seq: int) -> int:

@@ -20,7 +20,7 @@ from megatron.model.specs import (
 )
 from megatron.mpu import LoraSpec, LowRank
 from megatron.neox_arguments import ModelArgs
-from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.model_args import ATTENTION_BLOCKS, FULL_BLOCKS
 from megatron.neox_arguments.values.lora_settings import block_adapters, copied_modules, lora_scale
 
 # The epsilons of Transformer-Engine's LayerNormMLP in GPT-NeoX (transformer_engine.py), which ignores the
@@ -93,7 +93,7 @@ def _block_value(value: int | tuple[int, ...], block: int) -> int:
 
 def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
     """Returns the attention of block number `block`, counted from 0; None if the block has another mixer."""
-    if args.attention_config[block] not in (*FULL_BLOCKS, "attention"):
+    if args.attention_config[block] not in ATTENTION_BLOCKS:
         return None
     slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
     width = args.sliding_window_width if slides else None
@@ -110,7 +110,7 @@ def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
         sinks=args.attention_sinks, bias=args.use_bias_in_attn_linear or args.add_qkv_bias,
         output_bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
-        lora=lora_spec(args, block),
+        lora=lora_spec(args, block), output_gate=args.attention_output_gate,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from megatron.model.specs import (
     AttentionSpec,
     BlockSpec,
+    GatedDeltaNetSpec,
     HeadSpec,
     LayerSpec,
     Mamba2Spec,
@@ -31,7 +32,7 @@ def weight_products(spec: ParamSpec, args: ModelArgs) -> float:
 def mixing_products(mixer: MixerSpec | None, row_length: float) -> float:
     """Returns the multiplications of a block's mixer besides its products with weights.
 
-    They are attention's scores and values, or Mamba's products with its state. row_length: tokens in a row.
+    They are attention's scores and values, or products with a state. row_length: tokens in a row.
     """
     match mixer:
         case AttentionSpec():
@@ -42,6 +43,11 @@ def mixing_products(mixer: MixerSpec | None, row_length: float) -> float:
         case Mamba2Spec():
             chunk_products = min(mixer.chunk, row_length) / 2 * (mixer.groups * mixer.state + mixer.inner)
             return chunk_products + 2.0 * mixer.inner * mixer.state  # into the state and out of it
+        case GatedDeltaNetSpec():
+            chunk = min(mixer.chunk, row_length)
+            # Of pairs of tokens: keys with keys and with queries, the system's solution, scores with changes
+            pairs = mixer.keys * 2.0 + mixer.heads * (mixer.key_dim + 2.0 * mixer.value_dim)
+            return chunk / 2 * pairs + 3.0 * mixer.heads * mixer.key_dim * mixer.value_dim
     return 0.0
 
 

@@ -2,8 +2,8 @@
 
 All code that depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes,
 FLOPs, partitioning and conversion. So every block may differ from the others. A mixer is attention, latent
-attention, Mamba or Mamba 2; a feed-forward is dense or a mixture of experts. Other kinds are added to the
-tables in `model.block`.
+attention, Mamba, Mamba 2 or Gated DeltaNet; a feed-forward is dense or a mixture of experts. Other kinds are
+added to the tables in `model.block`.
 """
 
 from collections.abc import Mapping
@@ -96,6 +96,7 @@ class AttentionSpec:
     clip: queries, keys and values are clamped to [-clip, clip]; None: they are not clamped.
     sinks: each head's softmax has an additional logit, which is a parameter and has no value vector.
     bias: query_key_value has a bias. output_bias: dense has a bias.
+    output_gate: a head's output is multiplied by the sigmoid of a gate, which is projected with its queries.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
         (gpt_j_residual).
     lora: the low-rank adapters of its linear layers.
@@ -120,6 +121,7 @@ class AttentionSpec:
     backend: str
     parallel_residual: bool
     lora: LoraSpec | None = None
+    output_gate: bool = False
 
     @property
     def biased(self) -> bool:
@@ -324,8 +326,41 @@ class Mamba2Spec:
         return self.heads * self.head_dim
 
 
-# All kinds of mixers, and all kinds of feed-forwards.
-MixerSpec = AttentionSpec | MambaSpec | Mamba2Spec
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    """Gated DeltaNet (arXiv 2412.06464): each of `heads` heads has a state `[key_dim, value_dim]`.
+
+    key_heads: number of heads of queries and keys; consecutive heads share one.
+    conv_kernel: number of tokens that the convolution of queries, keys and values spans.
+    norm_eps: epsilon of the gated norm.
+    chunk: tokens per chunk of the scan.
+    fp32_params: A_log stays fp32 beside 16-bit weights.
+    """
+
+    hidden: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    norm_eps: float
+    chunk: int
+    fp32_params: bool
+
+    @property
+    def keys(self) -> int:
+        """The number of channels of all keys; queries have as many."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The number of channels of the values of all heads."""
+        return self.heads * self.value_dim
+
+
+# All kinds of mixers, those of them with a state, and all kinds of feed-forwards.
+StateMixerSpec = MambaSpec | Mamba2Spec | GatedDeltaNetSpec
+MixerSpec = AttentionSpec | StateMixerSpec
 FeedForwardSpec = DenseSpec | MoESpec
 
 

@@ -42,6 +42,7 @@ from megatron.model.specs import (
     MoESpec,
     RelativeSpec,
     ScoreSpec,
+    StateMixerSpec,
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
@@ -193,8 +194,8 @@ class Stage(nn.Module):
 
     @property
     def state_blocks(self) -> list[BlockSpec]:
-        """The blocks of this stage whose mixer has a state (Mamba and Mamba 2)."""
-        return [spec for spec in self.blocks if isinstance(spec.mixer, MambaSpec | Mamba2Spec)]
+        """The blocks of this stage whose mixer has a state (Mamba, Mamba 2, Gated DeltaNet)."""
+        return [spec for spec in self.blocks if isinstance(spec.mixer, StateMixerSpec)]
 
     # -- caches ----------------------------------------------------------------------------------------------
 
@@ -378,7 +379,7 @@ class Stage(nn.Module):
         if state_blocks := [spec for spec in self.state_blocks if spec in blocks]:
             shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
             assert inference.branch_ids is None and not shares_prefixes, (
-                "Mamba blocks support no trees or shared prefixes"
+                "blocks with states support no trees or shared prefixes"
             )
             if batch.context is None:
                 states = state_inputs(batch, inference.last_tokens, inference.cache is not None)
@@ -412,9 +413,9 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     """
     mixers = [block.mixer for block in block_specs(args)]
     attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
-    with_states = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
+    with_scans = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
     backends = choose_backends(args, groups.device, attention, log) if attention else {}
-    scans = choose_scans(args, groups.device, with_states, log) if with_states else ScanKernels()
+    scans = choose_scans(args, groups.device, with_scans, log) if with_scans else ScanKernels()
     if log is not None and args.context_parallel_type == "ring" and groups.size("context_keys") > 1:
         gather = sum(not spec.fits_ring for spec in attention)
         reason = "; windows, biases, caps, sinks, dropout and other backends than flash need it" if gather else ""

@@ -14,7 +14,7 @@ from megatron.model.build_specs import block_norms, embedding_spec, norm_spec, r
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead
 from megatron.model.norms import NORMS
-from megatron.model.specs import AttentionSpec, BlockSpec, FinalNormSpec, HeadSpec, LayerSpec, ScoreSpec
+from megatron.model.specs import AttentionSpec, BlockSpec, FinalNormSpec, HeadSpec, LayerSpec, MixerSpec, ScoreSpec
 from megatron.mpu import ParamSpec, with_prefix
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.values.lora_settings import copied_modules
@@ -48,9 +48,15 @@ def block_specs(args: ModelArgs) -> tuple[BlockSpec, ...]:
     return tuple(spec for spec in layer_specs(args) if isinstance(spec, BlockSpec))
 
 
+def mixer_of(args: ModelArgs, layer: int) -> MixerSpec | None:
+    """Returns the mixer of the block with NeoX layer index `layer`; None for other layers, or without one."""
+    mixer: MixerSpec | None = sublayer_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
+    return mixer
+
+
 def attention_of(args: ModelArgs, layer: int) -> AttentionSpec | None:
     """Returns the attention of the block with NeoX layer index `layer`; None for other layers and mixers."""
-    mixer = sublayer_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
+    mixer = mixer_of(args, layer)
     return mixer if isinstance(mixer, AttentionSpec) else None
 
 

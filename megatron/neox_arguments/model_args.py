@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.adapters import AdapterKeys
 from megatron.neox_arguments.keys.architectures import (
+    GatedDeltaNetKeys,
     LatentAttentionKeys,
     MambaKeys,
     MoEKeys,
@@ -18,14 +19,17 @@ from megatron.neox_arguments.keys.parallel import ParallelKeys
 from megatron.neox_arguments.origins import Origins
 from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
 
-FULL_BLOCKS = ("global", "flash")  # of attention_config: blocks of attention and a feed-forward
+# Kinds of attention_config: blocks of a mixer and a feed-forward; blocks with attention; blocks with states.
+FULL_BLOCKS = ("global", "flash", "gated_delta_net")
+ATTENTION_BLOCKS = ("global", "flash", "attention")
 MAMBA_BLOCKS = ("mamba", "mamba2")
+STATE_BLOCKS = (*MAMBA_BLOCKS, "gated_delta_net")
 
 
 @dataclass(frozen=True)
 class ModelArgs(
-    AdapterKeys, OtherArchitectureKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys, TransformerEngineKeys,
-    FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
+    AdapterKeys, OtherArchitectureKeys, GatedDeltaNetKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys,
+    TransformerEngineKeys, FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
 ):  # fmt: skip
     """The keys that decide a model's parameters and forward pass, and properties computed from them.
 
@@ -109,7 +113,7 @@ class ModelArgs(
     @property
     def attends(self) -> bool:
         """Whether any block has attention."""
-        return any(kind in (*FULL_BLOCKS, "attention") for kind in self.attention_config)
+        return any(kind in ATTENTION_BLOCKS for kind in self.attention_config)
 
     @property
     def rotary_width(self) -> int:
@@ -122,6 +126,11 @@ class ModelArgs(
     def mamba_blocks(self) -> tuple[int, ...]:
         """The blocks, counted from 0, that are Mamba or Mamba 2."""
         return tuple(i for i, kind in enumerate(self.attention_config) if kind in MAMBA_BLOCKS)
+
+    @property
+    def state_blocks(self) -> tuple[int, ...]:
+        """The blocks, counted from 0, whose mixer has a state: Mamba, Mamba 2 and Gated DeltaNet."""
+        return tuple(i for i, kind in enumerate(self.attention_config) if kind in STATE_BLOCKS)
 
     @property
     def mamba_inner_size(self) -> int:

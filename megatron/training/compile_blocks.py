@@ -14,7 +14,7 @@ from megatron.model.block import Block
 from megatron.model.head import OutputProjection
 from megatron.model.mamba.selective_scan import AT_A_TIME_COMPILED
 from megatron.model.moe.layer import Dispatcher
-from megatron.model.specs import BlockSpec, MoESpec
+from megatron.model.specs import BlockSpec, GatedDeltaNetSpec, MoESpec
 from megatron.mpu import Linear
 from megatron.mpu.gpu_kernels import not_run_on
 from megatron.neox_arguments import NeoXArgs
@@ -129,6 +129,7 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         is_full_graph = one_graph or not isinstance(spec.feed_forward, MoESpec)
         is_full_graph &= spec not in stage.state_blocks or stage.scans.package == "torch"
+        is_full_graph &= not isinstance(spec.mixer, GatedDeltaNetSpec)  # its scan is not compiled
         block.compile(fullgraph=is_full_graph, **mode)
     if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
         head.compile_kernels()

@@ -34,6 +34,8 @@ _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_si
 _MLA = {**_LATENT, **_ROUTED}
 _DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0,
                   "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
+_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
+          "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -130,6 +132,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm 3": ("MiniCPM3Config", {**_LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 20,
         "attention_bias": True, "original_max_position_embeddings": 10, "rope_parameters": {"rope_type": "longrope",
         "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 20.0, "attention_factor": 1.2}}),
+    "qwen 3 next": ("Qwen3NextConfig", {**_GQA, **_DELTA, **_QWEN_EXPERTS, "head_dim": 8,
+        "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
+    "qwen 3 next wide": ("Qwen3NextConfig", {**_DELTA, **_QWEN_EXPERTS, "num_key_value_heads": 8, "head_dim": 8,
+        "linear_num_value_heads": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2,
+        "layer_types": [_FULL, "linear_attention"] * 2, "norm_topk_prob": False, "attention_bias": True,
+        "tie_word_embeddings": True}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
@@ -231,8 +239,9 @@ def randomise(model: Any, case: str) -> Any:
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
         value = 0.15 * torch.randn(param.shape, generator=generator)
-        is_norm = param.dim() == 1 and name.endswith("weight") and "gemma" not in case
-        param.copy_(1 + value if is_norm else value)
+        is_norm = param.dim() == 1 and name.endswith("weight")
+        is_zero_centred = "gemma" in case or ("qwen 3 next" in case and "linear_attn" not in name)
+        param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))

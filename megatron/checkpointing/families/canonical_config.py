@@ -14,6 +14,7 @@ from megatron.model.specs import (
     BlockSpec,
     DenseSpec,
     FeedForwardSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
@@ -21,7 +22,7 @@ from megatron.model.specs import (
     RotarySpec,
 )
 from megatron.neox_arguments import ModelArgs
-from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.model_args import ATTENTION_BLOCKS, FULL_BLOCKS
 
 _SAME_ACTIVATION = {"swish": "silu"}
 
@@ -41,7 +42,8 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     dense = [block.feed_forward for block in blocks if isinstance(block.feed_forward, DenseSpec)]
     # Block kinds that compute the same get one name.
-    kinds = ["global" if kind_name in FULL_BLOCKS else kind_name for kind_name in args.attention_config]
+    attending = {*FULL_BLOCKS} & {*ATTENTION_BLOCKS}
+    kinds = ["global" if kind_name in attending else kind_name for kind_name in args.attention_config]
     canonical = {
         "num_layers": args.num_layers,
         "attention_config": kinds,
@@ -63,7 +65,7 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
     }
     if any(block.feed_forward is not None for block in blocks):
         canonical["activation"] = activation
-    if "global" in kinds:
+    if not {*kinds}.isdisjoint(FULL_BLOCKS):
         canonical["norm_placement"] = args.norm_placement
         canonical["gpt_j_residual"] = args.gpt_j_residual
         canonical["gpt_j_tied"] = has_one_norm(args)
@@ -92,6 +94,7 @@ def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
         "attn_logit_softcapping": args.attn_logit_softcapping,
         "clip_qkv": args.clip_qkv,
         "attention_sinks": args.attention_sinks,
+        "attention_output_gate": args.attention_output_gate,
         "layer_types": [mixer.window is not None for mixer in mixers],
         "sliding_window_width": _common_value(mixer.window for mixer in mixers if mixer.window is not None),
     }
@@ -112,7 +115,7 @@ def _latent(args: ModelArgs, mixer: AttentionSpec) -> dict[str, Any]:
 
 
 def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
-    """Returns the values of Mamba keys that decide the logits; {} for a model without Mamba blocks."""
+    """Returns the values of keys that decide the logits of blocks with states; {} without such blocks."""
     mamba = [block.mixer for block in blocks if isinstance(block.mixer, MambaSpec)]
     mamba2 = [block.mixer for block in blocks if isinstance(block.mixer, Mamba2Spec)]
     all_mixers: list[MambaSpec | Mamba2Spec] = [*mamba, *mamba2]
@@ -136,6 +139,15 @@ def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
             "mamba_head_dim": mamba2[0].head_dim,
             "mamba_num_groups": mamba2[0].groups,
             "mamba_time_step_limit": mamba2[0].time_step_limit,
+        }
+    nets = [block.mixer for block in blocks if isinstance(block.mixer, GatedDeltaNetSpec)]
+    if nets:
+        canonical |= {
+            "linear_num_key_heads": nets[0].key_heads,
+            "linear_num_value_heads": nets[0].heads,
+            "linear_key_head_dim": nets[0].key_dim,
+            "linear_value_head_dim": nets[0].value_dim,
+            "linear_conv_kernel_dim": nets[0].conv_kernel,
         }
     return canonical
 
@@ -210,7 +222,7 @@ _WORDS = {
     "use_bias_in_attn_linear": "biases in attention", "add_qkv_bias": "biases of queries, keys and values",
     "attention_multiplier": "factor of attention logits", "attn_logit_softcapping": "cap of attention logits",
     "final_logit_softcapping": "cap of logits", "clip_qkv": "clamp of queries, keys and values",
-    "attention_sinks": "attention sinks",
+    "attention_sinks": "attention sinks", "attention_output_gate": "gate of attention's output",
     "embedding_multiplier": "factor of embeddings", "residual_multiplier": "factor of block outputs",
     "logit_scale": "factor of logits", "rotary_interleaved": "interleaved rotary dimensions",
     "use_bias_in_mlp": "biases in the MLP",
@@ -236,6 +248,9 @@ _WORDS = {
     "mamba_bcdt_norm_epsilon": "norms of B, C and time steps", "mamba_num_heads": "heads of Mamba 2",
     "mamba_head_dim": "channels per head of Mamba 2", "mamba_num_groups": "groups of heads of Mamba 2",
     "mamba_time_step_limit": "lowest and highest time step",
+    "linear_num_key_heads": "key heads of Gated DeltaNet", "linear_num_value_heads": "heads of Gated DeltaNet",
+    "linear_key_head_dim": "width of its keys", "linear_value_head_dim": "width of its values",
+    "linear_conv_kernel_dim": "kernel size of its convolution",
 }  # fmt: skip
 _NORM_KEYS = {
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "epsilon of the MLP's norm", "use_bias_in_norms",

@@ -16,7 +16,8 @@ from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
 from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score, merged
 from megatron.checkpointing.families.registry import FAMILIES, family_of
-from megatron.model.weight_map import attention_of, layer_params, named_params
+from megatron.model.specs import AttentionSpec
+from megatron.model.weight_map import layer_params, mixer_of, named_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 
@@ -81,18 +82,18 @@ def _read(
         return tensor
 
     for layer, specs in layer_params(args).items():
-        attention = attention_of(args, layer)
+        mixer = mixer_of(args, layer)
         for spec, row in _rows(family, args, layer, specs if layers is None or layer in layers else ()):
             rows, num_uses = _rows_of(spec, vocab), row.part[1]
-            expected_parts = row.split(torch.empty(rows, device="meta"), attention, spec.experts)
+            expected_parts = row.split(torch.empty(rows, device="meta"), mixer, spec.experts)
             if num_uses > 1:
                 expected_parts = (merged(expected_parts * num_uses),)
             shapes = {
                 n: tuple(t.shape) for n, t in zip(row.names(layer - 2, spec.experts), expected_parts, strict=True)
             }
-            joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), attention, spec.experts)
+            joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), mixer, spec.experts)
             yield layer, spec.name, joined if rows == spec.shape else padded(joined, spec.shape[0])
-        if attention is not None and (layers is None or layer in layers):
+        if isinstance(mixer, AttentionSpec) and (layers is None or layer in layers):
             for general, value in family.constants.items():
                 stored = get_tensor(name := general.format(layer - 2))
                 if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
@@ -204,7 +205,7 @@ def to_hf(
             parameter = tensors[spec.name]
             if spec.name in _VOCABULARY:
                 parameter = parameter[:vocab]
-            parts = row.split(parameter, attention_of(args, layer), spec.experts)
+            parts = row.split(parameter, mixer_of(args, layer), spec.experts)
             if row.part[1] > 1:
                 held = shared.setdefault(row.hf_names[0], {})
                 held[row.part[0]] = parts[0]
@@ -214,7 +215,7 @@ def to_hf(
             for name, part in zip(row.names(layer - 2, spec.experts), parts, strict=True):
                 is_view = row.part[1] == 1  # a merged tensor shares no storage
                 yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()
-        if attention_of(args, layer) is not None:
+        if isinstance(mixer_of(args, layer), AttentionSpec):
             sample = next(iter(tensors.values()))
             for name, value in table.constants.items():
                 yield name.format(layer - 2), torch.full((), value, dtype=sample.dtype, device=sample.device)
@@ -316,7 +317,7 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         differences = _differences(args, candidate)
         if not differences:
             return candidate
-        has_states = bool(args.mamba_blocks)
+        has_states = bool(args.state_blocks)
         has_same_parts = has_states or candidate.has_experts == (args.moe_num_experts > 1)
         is_same_kind = has_same_parts and candidate.has_states == has_states
         other_blocks = any("(attention_config)" in line for line in differences)

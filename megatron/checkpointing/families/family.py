@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.model.specs import AttentionSpec
+from megatron.model.specs import AttentionSpec, MixerSpec
 from megatron.neox_arguments import NeoXArgs
 
 Config = Mapping[str, Any]
@@ -32,38 +32,38 @@ class Transform:
 
     join: takes the full HuggingFace tensors, in the order of `TensorMapping.hf_names`; returns the parameter.
     split: takes the parameter; returns the HuggingFace tensors.
-    The second argument of both is the layer's attention spec; None for a layer without attention.
+    The second argument of both is the spec of the layer's mixer; None for a layer without one.
     """
 
-    join: Callable[[Sequence[Tensor], AttentionSpec | None], Tensor]
-    split: Callable[[Tensor, AttentionSpec | None], tuple[Tensor, ...]]
+    join: Callable[[Sequence[Tensor], MixerSpec | None], Tensor]
+    split: Callable[[Tensor, MixerSpec | None], tuple[Tensor, ...]]
 
 
-def _join_qkv(parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
-    assert attention is not None
+def _join_qkv(parts: Sequence[Tensor], attention: MixerSpec | None) -> Tensor:
+    assert isinstance(attention, AttentionSpec)
     if attention.kv_heads < attention.heads:
         return torch.cat(tuple(parts))
-    heads = [part.unflatten(0, (attention.heads, attention.head_dim)) for part in parts]
-    return torch.stack(heads, 1).flatten(0, 2)
+    heads = [part.unflatten(0, (attention.heads, -1)) for part in parts]
+    return torch.cat(heads, 1).flatten(0, 1)
 
 
-def _split_qkv(fused: Tensor, attention: AttentionSpec | None) -> tuple[Tensor, ...]:
-    assert attention is not None
+def _split_qkv(fused: Tensor, attention: MixerSpec | None) -> tuple[Tensor, ...]:
+    assert isinstance(attention, AttentionSpec)
     if attention.kv_heads < attention.heads:
-        query, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        return fused.split([query, kv, kv])
-    heads = fused.unflatten(0, (attention.heads, 3, attention.head_dim))
-    return tuple(part.flatten(0, 1) for part in heads.unbind(1))
+        kv = attention.kv_heads * attention.head_dim
+        return fused.split([len(fused) - 2 * kv, kv, kv])
+    heads, width = fused.unflatten(0, (attention.heads, -1)), attention.head_dim
+    return tuple(part.flatten(0, 1) for part in heads.split([heads.shape[1] - 2 * width, width, width], 1))
 
 
 COPY = Transform(lambda parts, attention: parts[0], lambda value, attention: (value,))
 # Our layout: [q|k|v] of every head if queries and keys have as many heads, else all queries, all keys, all
-# values.
+# values. With an output gate, a head's gate follows its query, as in HuggingFace's q_proj.
 QKV = Transform(_join_qkv, _split_qkv)
 
 
-def _join_fused(parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
-    assert attention is not None
+def _join_fused(parts: Sequence[Tensor], attention: MixerSpec | None) -> Tensor:
+    assert isinstance(attention, AttentionSpec)
     query, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     return _join_qkv(parts[0].split([query, kv, kv]), attention)
 
@@ -123,10 +123,10 @@ class TensorMapping:
         numbers = range(experts or 1) if self.is_per_expert else (0,)
         return [name.format(block, expert=expert) for expert in numbers for name in self.hf_names]
 
-    def join(self, parts: Iterable[Tensor], attention: AttentionSpec | None, experts: int | None) -> Tensor:
+    def join(self, parts: Iterable[Tensor], attention: MixerSpec | None, experts: int | None) -> Tensor:
         """Makes the NeoX parameter from HuggingFace's tensors; experts are read one at a time.
 
-        parts: the HuggingFace tensors in the order of `names`. attention: the layer's attention spec, if any.
+        parts: the HuggingFace tensors in the order of `names`. attention: the spec of the layer's mixer.
             experts: number of experts; None: the block is dense."""
         if self.stacked:
             return self._turned(next(iter(parts))[..., self.part[0] :: self.part[1]]).flatten(0, 1)
@@ -135,7 +135,7 @@ class TensorMapping:
             return _stacked(foreign, experts or 1)
         return self.transform.join(list(foreign), attention)
 
-    def split(self, value: Tensor, attention: AttentionSpec | None, experts: int | None) -> tuple[Tensor, ...]:
+    def split(self, value: Tensor, attention: MixerSpec | None, experts: int | None) -> tuple[Tensor, ...]:
         """Returns the HuggingFace tensors of the NeoX parameter `value`, the inverse of `join`.
 
         If `part` is set, returns only this parameter's part of the HuggingFace tensor; `merged` combines the
@@ -261,7 +261,7 @@ class Family:
 
     @property
     def has_states(self) -> bool:
-        """Whether the family has Mamba blocks."""
+        """Whether the family has blocks with states."""
         return any(row.neox_name.startswith("mixer.") for row in self.rows)
 
     def carries(self, name: str) -> bool:

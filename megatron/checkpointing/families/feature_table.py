@@ -7,7 +7,14 @@ from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
 from megatron.model.build_specs import has_one_norm, norm_kind
-from megatron.model.specs import AttentionSpec, LatentAttentionSpec, Mamba2Spec, MambaSpec, MoESpec
+from megatron.model.specs import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LatentAttentionSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MoESpec,
+)
 from megatron.neox_arguments import ModelArgs
 
 _NORMS = {
@@ -81,10 +88,13 @@ def _features(args: ModelArgs) -> tuple[str, ...]:
 
 
 def _state_features(args: ModelArgs) -> dict[str, bool]:
-    """Returns {feature of Mamba in words: whether the model has it}; {} for a model without Mamba blocks."""
+    """Returns {feature of blocks with states, in words: whether the model has it}; {} without such blocks."""
     mixers = [block.mixer for block in block_specs(args)]
     mamba = [mixer for mixer in mixers if isinstance(mixer, MambaSpec)]
     mamba2 = [mixer for mixer in mixers if isinstance(mixer, Mamba2Spec)]
+    nets = [mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetSpec)]
+    if nets:
+        return {f"Gated DeltaNet in {len(nets)} of {len(mixers)} blocks": True}
     if not mamba and not mamba2:
         return {}
     names = {"mamba": "Mamba", "mamba2": "Mamba 2", "attention": "attention", "mlp": "MLP", "moe": "expert"}
@@ -120,6 +130,7 @@ def _attention_features(args: ModelArgs) -> dict[str, bool]:
         "sliding windows in some layers": windows == {True, False},
         "sliding windows": windows == {True},
         "attention sinks": attention.sinks,
+        "gated attention": attention.output_gate,
         "QK norms": attention.norms is not None,
         "QKV biases": attention.bias and not attention.output_bias,
         "biases": attention.output_bias,

@@ -80,18 +80,23 @@ _QWEN3_MOE = {
 }  # fmt: skip
 
 
-def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
-    """Returns the NeoX configuration keys for a Qwen model with experts, except those of windows and biases.
+def blocks_with_experts(config: Config) -> dict[str, Any]:
+    """Returns the NeoX configuration key that says which blocks have experts; {} if all have.
 
     Every `decoder_sparse_step`th block has experts, except blocks listed in `mlp_only_layers`."""
     step, dense = get(config, "decoder_sparse_step", 1), get(config, "mlp_only_layers", ())
-    layers = range({**defaults, **config}["num_hidden_layers"])
-    with_experts = [int((i + 1) % step == 0 and i not in dense) for i in layers]
+    with_experts = [int((i + 1) % step == 0 and i not in dense) for i in range(config["num_hidden_layers"])]
+    return {} if all(with_experts) else {"moe_layer_freq": with_experts}
+
+
+def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
+    """Returns the NeoX configuration keys for a Qwen model with experts, except those of windows and
+    biases."""
     return {
         **llama_keys({**config, "mlp_bias": False}, defaults),
         **expert_keys(config, defaults),
         "moe_intermediate_size": get(config, "moe_intermediate_size", defaults["moe_intermediate_size"]),
-        **({} if all(with_experts) else {"moe_layer_freq": with_experts}),
+        **blocks_with_experts({**defaults, **config}),
     }
 
 

@@ -70,7 +70,7 @@ class Batcher:
             if tokens is not None:  # the last block of each row may be partly empty
                 max_blocks = min(max_blocks, tokens // BLOCK_SIZE + maximum_rows)
             captured = captures_decode(model, log)
-            texts = maximum_rows + captured if model.args.mamba_blocks else 0  # padding rows need a state too
+            texts = maximum_rows + captured if model.args.state_blocks else 0  # padding rows need a state too
             self.blocks = BlockAllocator(cache_blocks(model, max_blocks, texts, cache_gb, log), BLOCK_SIZE)
             self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE, texts)
             if captured:

@@ -154,7 +154,7 @@ class _Step:
     def _run(self) -> Tensor:
         model, cache = self.decode.model, self.decode.cache
         tokens, positions = self.inputs[:, _TOKEN : _TOKEN + 1], self.inputs[:, _POSITION : _POSITION + 1]
-        states = self.inputs[:, _STATE].contiguous() if model.args.mamba_blocks else None
+        states = self.inputs[:, _STATE].contiguous() if model.args.state_blocks else None
         table = self.inputs[:, _TABLE:].contiguous()
         slots = self.inputs[:, _SLOT].contiguous() if model.args.attends else self.inputs[:0, _SLOT]
         # The graph needs buffers of its own, because shared buffers are replaced when they must grow.

@@ -12,7 +12,15 @@ from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.model import Model, block_specs
 from megatron.model.mamba.selective_scan import AT_A_TIME
-from megatron.model.specs import AttentionSpec, DenseSpec, FeedForwardSpec, Mamba2Spec, MambaSpec, MixerSpec
+from megatron.model.specs import (
+    AttentionSpec,
+    DenseSpec,
+    FeedForwardSpec,
+    GatedDeltaNetSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MixerSpec,
+)
 from megatron.mpu import ParallelGroups
 from megatron.mpu.memory import free_host_memory
 
@@ -95,8 +103,8 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
 
 
 def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
-    """Returns the memory that an attention or Mamba layer needs per token: (number of values, further bytes
-    for Mamba-2's scan)."""
+    """Returns the memory that a mixer needs per token: (number of values, further bytes
+    for a scan in chunks)."""
     match mixer:
         case AttentionSpec():
             # Queries, keys, values and output. Latent attention over a cache has queries as wide as latents.
@@ -109,6 +117,13 @@ def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
             return 6 * (mixer.inner + mixer.groups * mixer.state), 4 * (
                 _STATES_AT_ONCE * states + _DECAYS_AT_ONCE * decays
             )
+        case GatedDeltaNetSpec():
+            states = mixer.heads * mixer.key_dim * mixer.value_dim // mixer.chunk  # one for each chunk
+            pairs = mixer.heads * mixer.chunk
+            widths = 4 * mixer.keys + 4 * mixer.values
+            # fp32 copies of queries, keys and values, of the solved system, and matrices of pairs of tokens
+            rows = mixer.heads * (4 * mixer.key_dim + 4 * mixer.value_dim)
+            return widths, 4 * (rows + _STATES_AT_ONCE * states + _DECAYS_AT_ONCE * pairs)
     return 0, 0
 
 

@@ -40,7 +40,7 @@ class SequenceState:
         self.prompt_logprobs: list[Logprob | None] | None = [None] if request.prompt_logprobs else None
         self.cached = not model.args.recompute and (longest_cached is None or self.longest <= longest_cached)
         self.paged = self.cached and model.args.attends  # keys and values take blocks
-        self.has_state = self.cached and bool(model.args.mamba_blocks)
+        self.has_state = self.cached and bool(model.args.state_blocks)
         self.blocks: list[int] = []
         self.state_slot: int | None = None  # index of its Mamba states in the cache, while it runs
         self.computed = 0  # tokens whose keys and values, or states, are in the cache

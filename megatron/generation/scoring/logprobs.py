@@ -70,7 +70,7 @@ def score(
     ntk = rope_length_limit(model.args)
     rows = make_tree_rows(
         [(i, request) for i, (request, _) in fitting.items()], model.args.hidden_size, ntk,
-        branching=not model.args.mamba_blocks,
+        branching=not model.args.state_blocks,
     )  # fmt: skip
     budget = budget or forward_budget(model, batch_size)
     size, rank = model.groups.size("data"), model.groups.rank("data")

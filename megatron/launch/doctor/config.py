@@ -7,7 +7,7 @@ from megatron.launch.doctor.check import Check, failed
 from megatron.launch.environment import install_root
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs, load
 from megatron.neox_arguments.frozen import as_tuple
-from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.model_args import ATTENTION_BLOCKS
 from megatron.neox_arguments.reading.presets import files_of
 from megatron.neox_arguments.values.remote_paths import is_remote
 
@@ -71,12 +71,15 @@ def checkpoint_bytes(args: ModelArgs) -> int:
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size) if args.has_dense_blocks else (0,)
     kinds = args.attention_config
-    attends = [i for i in blocks if kinds[i] in (*FULL_BLOCKS, "attention")]
+    attends = [i for i in blocks if kinds[i] in ATTENTION_BLOCKS]
     attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in attends)
     mamba2_size = args.mamba2_heads * args.mamba_head_dim
     attention += sum(
         3 * h * (mamba2_size if kinds[i] == "mamba2" else args.mamba_inner_size) for i in args.mamba_blocks
     )
+    net = 2 * args.linear_num_key_heads * args.linear_key_head_dim
+    net += 3 * args.linear_num_value_heads * args.linear_value_head_dim
+    attention += h * net * kinds.count("gated_delta_net")
     matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
     experts += args.moe_shared_expert_intermediate_size or 0
     fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks

@@ -40,7 +40,7 @@ class SelfAttention(HeadAttention):
 
     Parameters:
     query_key_value: the fused projection. Rows are [q|k|v] per head for multi-head, [Q|K|V] per rank for
-        grouped-query.
+        grouped-query. With attention_output_gate, the gate of each head follows its query.
     dense: the output projection.
     qk_layernorm (use_qk_layernorm), or q_norm and k_norm (use_separate_qk_norms): norms of queries and keys.
     sinks: `[heads]`, an additional logit of each head's softmax (attention_sinks).
@@ -63,7 +63,7 @@ class SelfAttention(HeadAttention):
         super().__init__(spec, groups, backends)
         size, self.group = groups.size("tensor"), groups.group("tensor")
         self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
-        self.alternating, self.clip = spec.kv_heads == spec.heads, spec.clip
+        self.alternating, self.clip, self.gated = spec.kv_heads == spec.heads, spec.clip, spec.output_gate
         allocate(self, self._own_params(spec), groups, "sinks")
         self.qk_layernorm = self.q_norm = self.k_norm = None
         for name, (norm, norm_spec, heads) in head_norms(spec).items():
@@ -78,17 +78,20 @@ class SelfAttention(HeadAttention):
 
     @staticmethod
     def _linears(spec: AttentionSpec) -> tuple[LinearSpec, LinearSpec]:
-        query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        query_dim = 2 * spec.head_dim if spec.output_gate else spec.head_dim
+        query, kv = spec.heads * query_dim, spec.kv_heads * spec.head_dim
         # Rows of multi-head attention are [q|k|v] per head, so a rank's heads are contiguous rows. Rows of
         # grouped-query attention are [Q|K|V] per rank.
         alternating = spec.kv_heads == spec.heads
-        blocks, head_blocks = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
+        head_blocks = (query_dim, spec.head_dim, spec.head_dim) if alternating else ()
+        blocks = (query + 2 * kv,) if alternating else (query, kv, kv)
         names, pattern, rows = ("q_proj", "k_proj", "v_proj"), head_blocks or blocks, query + 2 * kv
         split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, pattern_sharded=not alternating)
         return (
             LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=head_blocks, adapters=split),
             LinearSpec(
-                query, spec.hidden, "row", spec.output_bias, bias_sum_over_tensor=spec.parallel_residual,
+                spec.heads * spec.head_dim, spec.hidden, "row", spec.output_bias,
+                bias_sum_over_tensor=spec.parallel_residual,
                 adapters=adapters_of(spec.lora, spec.hidden, "o_proj"),
             ),
         )  # fmt: skip
@@ -124,13 +127,14 @@ class SelfAttention(HeadAttention):
 
     def _split(self, qkv: Tensor) -> Sequence[Tensor]:
         """Splits this rank's fused projection `[seq, batch, rows]` into queries, keys and values `[seq,
-        batch, heads, head_dim]`."""
+        batch, heads, head_dim]`. Queries are [query | gate] with an output gate."""
+        query_dim = 2 * self.head_dim if self.gated else self.head_dim
         if self.alternating:
-            return qkv.unflatten(-1, (self.heads, 3 * self.head_dim)).chunk(3, dim=-1)
-        q, k, v = qkv.split([self.heads * self.head_dim, self.kv_width, self.kv_width], dim=-1)
+            return qkv.unflatten(-1, (self.heads, -1)).split([query_dim, self.head_dim, self.head_dim], dim=-1)
+        q, k, v = qkv.split([self.heads * query_dim, self.kv_width, self.kv_width], dim=-1)
         if self.sharers > 1:
             k, v = gather_from_sharers(torch.stack([k, v]), self.group, self.sharers).unbind(0)
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v)]
+        return [q.unflatten(-1, (self.heads, -1)), *(part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))]
 
     def core(
         self,
@@ -149,6 +153,9 @@ class SelfAttention(HeadAttention):
         """
         qkv = self.query_key_value(x, adapter_seed)
         q, k, v = self._split(qkv)
+        gate = None
+        if self.gated:
+            q, gate = q.chunk(2, dim=-1)
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q, k)
         elif self.q_norm is not None and self.k_norm is not None:
@@ -158,4 +165,5 @@ class SelfAttention(HeadAttention):
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
             q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)
-        return self.attend_heads(q, k, v, inputs, seed, cache).flatten(2)
+        out = self.attend_heads(q, k, v, inputs, seed, cache)
+        return (out if gate is None else out * gate.sigmoid()).flatten(2)

@@ -223,7 +223,7 @@ class Mamba(nn.Module):
             numbers = inputs.documents
             begins = torch.cat([torch.zeros_like(numbers[:1]), numbers[:-1]]) != numbers
         scanned, dt, a, b, c = (tensor.to(dtype) for tensor in (x, dt, a, b, c))
-        y, last = selective_scan(scanned, dt, a, b, c, begins, _initial(cache, inputs, dtype))
+        y, last = selective_scan(scanned, dt, a, b, c, begins, initial_state(cache, inputs, dtype))
         if cache is not None:
             cache.put_state(last)
         y = y.float() + x.float() * self.D.float()
@@ -362,10 +362,10 @@ class Mamba2(nn.Module):
             return self.norm((y + self._from_earlier(x, steps, a, b, c, inputs)).flatten(2), z).to(z.dtype)
         dt = _steps(dt.float() + self.dt_bias.float(), inputs, self.limit)
         scan = partial(
-            chunk_scan, chunk=self.chunk, documents=inputs.documents, initial=_initial(cache, inputs, dtype),
+            chunk_scan, chunk=self.chunk, documents=inputs.documents, initial=initial_state(cache, inputs, dtype),
             state_dtype=dtype,
         )  # fmt: skip
-        y, last = _recomputed(scan, x, dt, a, b, c)
+        y, last = recomputed(scan, x, dt, a, b, c)
         if cache is not None:
             cache.put_state(last)
         y = y.float() + x.float() * self.D.float().unsqueeze(1) + self._from_earlier(x, dt, a, b, c, inputs)
@@ -385,7 +385,7 @@ class Mamba2(nn.Module):
         rows."""
         if inputs.chunks is None or self.context_group is None:
             return 0.0
-        return from_earlier_chunks(x, steps, a, b, c, inputs.chunks, self.context_group, _recomputed)
+        return from_earlier_chunks(x, steps, a, b, c, inputs.chunks, self.context_group, recomputed)
 
 
 class GatedNorm(nn.Module):
@@ -424,11 +424,12 @@ def _steps(dt: Tensor, inputs: StateInputs, limit: tuple[float, float] | None = 
     return dt if inputs.filled is None else dt.masked_fill(~inputs.filled.unsqueeze(2), 0.0)
 
 
-def _initial(cache: StateCache | None, inputs: StateInputs, dtype: torch.dtype) -> Tensor | None:
+def initial_state(cache: StateCache | None, inputs: StateInputs, dtype: torch.dtype) -> Tensor | None:
+    """Returns the states in the cache before these tokens; None if rows start without a state."""
     return cache.state().to(dtype) if cache is not None and inputs.continues else None
 
 
-def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
+def recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
     """Returns `scan(*inputs)` without saving its intermediate values; the backward pass computes them again.
 
     They hold a number for each pair of tokens in a chunk, which is more memory than everything else in a

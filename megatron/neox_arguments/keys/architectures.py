@@ -1,4 +1,4 @@
-"""Declares the keys of Transformer-Engine's layers, latent attention, experts, Mamba and other architectures.
+"""Declares the keys of Transformer-Engine's layers, latent attention, experts, Mamba, Gated DeltaNet, others.
 
 Some keys are refused: they belong to features of GPT-NeoX that were dropped or are not built yet.
 """
@@ -205,6 +205,22 @@ class MambaKeys:
         True,
         "Keep the state in fp32, in scans and between tokens, as long documents need; false: in the weights' "
         "type, with less memory",
+    )
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetKeys:
+    """Configuration keys of Gated DeltaNet, the block `gated_delta_net`, by HuggingFace's names."""
+
+    linear_num_key_heads: int = new_key(16, "Gated DeltaNet: heads of queries and keys", ge=1)
+    linear_num_value_heads: int = new_key(
+        32, "Gated DeltaNet: heads, each with a state; a multiple of linear_num_key_heads", ge=1
+    )
+    linear_key_head_dim: int = new_key(128, "Gated DeltaNet: width of a head's queries and keys", ge=1)
+    linear_value_head_dim: int = new_key(128, "Gated DeltaNet: width of a head's values", ge=1)
+    linear_conv_kernel_dim: int = new_key(4, "Gated DeltaNet: width of the causal convolution, in tokens", ge=1)
+    linear_chunk_size: int = new_key(
+        64, "Gated DeltaNet: tokens per chunk of the scan; changes results only by rounding", ge=1
     )
 
 

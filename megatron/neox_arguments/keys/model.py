@@ -139,6 +139,11 @@ class ModelKeys:
         "Add a trained logit per head to the softmax of every query; its share goes to no value, as in gpt-oss. "
         "Runs on flex (GPUs), or math (with all logits in memory)",
     )
+    attention_output_gate: bool = new_key(
+        False,
+        "Multiply attention's outputs, before the output projection, by the sigmoid of a gate that is projected "
+        "with the queries, as in Qwen 3-Next",
+    )
     clip_qkv: float | None = new_key(
         None, "Clamp queries, keys and values to +- this after their norms, as in OLMo 1 and OLMoE", gt=0
     )
@@ -158,9 +163,9 @@ class ModelKeys:
     attention_config: tuple[Any, ...] = key(
         None,
         "Kind of each layer, as in [[[flash], 12]]. global, flash: attention and MLP; both compute the "
-        "same. mamba, mamba2, attention, mlp, moe: only that, after one norm; a list of these is a "
-        "hybrid. If both global and flash occur, flash layers use the flash kernel and global ones "
-        "attention_backend. If flash cannot do the run, all use attention_backend, and a line says so",
+        "same. gated_delta_net: Gated DeltaNet and MLP. mamba, mamba2, attention, mlp, moe: only that, after one "
+        "norm; a list of these is a hybrid. If both global and flash occur, flash layers use the flash kernel and "
+        "global ones attention_backend. If flash cannot do the run, all use attention_backend, and a line says so",
         refuse_values={
             **dict.fromkeys(
                 ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),

@@ -6,6 +6,7 @@ import re
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.validation.delta import validate_delta_nets
 from megatron.neox_arguments.validation.experts import validate_experts
 from megatron.neox_arguments.validation.latent_attention import validate_latent_attention
 from megatron.neox_arguments.validation.mamba import validate_mamba
@@ -57,6 +58,7 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
     validate_latent_attention(args, problems)
     validate_experts(args, problems)
     validate_mamba(args, problems)
+    validate_delta_nets(args, problems)
     _layers(args, problems)
     _blocks(args, problems)
     if not args.has_dense_blocks:
@@ -192,6 +194,10 @@ def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(
             "attention_sinks", f"Transformer-Engine (te_mha: {args.origin('te_mha')}) has no sinks; remove one of them"
         )
+    if args.attention_output_gate and args.te_mha:
+        problems.add("attention_output_gate", f"te_mha ({args.origin('te_mha')}) has no gate; remove one of them")
+    if args.attention_output_gate and not args.attends:
+        problems.add("attention_output_gate", "no block of attention_config has attention; remove it")
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
         place = args.cite("use_bias_in_attn_linear")
         problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases already; remove this key")
@@ -270,6 +276,8 @@ def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("seq_length", f"{problem}; use longer rows, or a lower context_parallel_size")
     if "mamba" in args.attention_config:
         problems.add("attention_config", f"mamba blocks need full rows, which {place} divides; set it to 1, or mamba2")
+    if "gated_delta_net" in args.attention_config:
+        problems.add("context_parallel_size", "gated_delta_net blocks need full rows, which it divides; set it to 1")
     if args.moe_num_experts > 1 and args.moe_router_type == "sinkhorn":
         problems.add("moe_router_type", f"sinkhorn balances all tokens of a row, which {place} divides; set topk")
     if args.moe_num_experts > 1 and args.moe_expert_capacity_factor is not None:

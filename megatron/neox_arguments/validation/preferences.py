@@ -23,9 +23,9 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
         kind = args.rope_scaling["rope_type"]
         problems.add("prefix_sharing", f"rope_scaling {kind} depends on the length of a text, so two answers cannot "
                      "share a prompt; set auto, or false")  # fmt: skip
-    if args.prefix_sharing is True and args.mamba_blocks:
-        problems.add("prefix_sharing", f"blocks of Mamba (attention_config {args.origin('attention_config')}) cannot "
-                     "share the prompt of two answers; set auto, or false")  # fmt: skip
+    if args.prefix_sharing is True and args.state_blocks:
+        problems.add("prefix_sharing", f"blocks with states (attention_config {args.origin('attention_config')}) "
+                     "cannot share the prompt of two answers; set auto, or false")  # fmt: skip
     if args.prefix_sharing is True and args.pack_impl != "best_fit":
         problems.add("prefix_sharing", "both answers of a pair must be in one row; set pack_impl: best_fit (now "
                                        f"{args.cite('pack_impl')})")  # fmt: skip

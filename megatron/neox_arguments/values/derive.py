@@ -22,7 +22,7 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 _OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
-    "mamba", "mamba2", "attention", "mlp", "moe",
+    "mamba", "mamba2", "attention", "mlp", "moe", "gated_delta_net",
 )  # fmt: skip
 
 
@@ -215,7 +215,8 @@ def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tupl
         if kind not in _LAYER_KINDS:
             problems.add(
                 "attention_config",
-                f"expected global, flash, mamba, mamba2, attention, mlp or moe, got {format_value(kind)}",
+                "expected global, flash, gated_delta_net, mamba, mamba2, attention, mlp or moe, got "
+                f"{format_value(kind)}",
             )
     if len(kinds) != num_layers:
         problems.add(

@@ -80,5 +80,5 @@ def least_prefix_saving(args: ResolvedArgs) -> float | None:
         return None
     if args.prefix_sharing == "auto":
         dropout = args.hidden_dropout or args.attention_dropout or args.lora_dropout
-        return None if dropout or args.rotates_by_length or args.mamba_blocks else _SAVING_THAT_PAYS
+        return None if dropout or args.rotates_by_length or args.state_blocks else _SAVING_THAT_PAYS
     return 0.0

@@ -119,7 +119,7 @@ class DeepSpeedEngine(Engine):
     def notes(args: NeoXArgs) -> list[str]:
         stage_1 = "ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)"
         stage_notes = [stage_1] if zero_stage_used(args) != args.zero_stage else []
-        if args.mamba_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
+        if args.state_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
             masters = f"A_log and D have fp32 masters, and are rounded to {args.params_dtype} where they are read"
             stage_notes.append(f"mamba_selective_fp32_params: {masters}; engine: native keeps them in fp32")
         return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes

@@ -6,7 +6,6 @@ from megatron.model import block_specs, layer_params, lowest_trained, trained_pa
 from megatron.model.layer_products import head_products, mixing_products, weight_products
 from megatron.model.trainable import head_parameter
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.model_args import FULL_BLOCKS
 
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
@@ -54,7 +53,7 @@ def neox_flops(
     models with blocks that GPT-NeoX lacks, `model_flops` counts instead.
     """
     kinds = set(args.attention_config)
-    if kinds - {*FULL_BLOCKS, "mamba"} or args.kv_lora_rank is not None:
+    if kinds - {"global", "flash", "mamba"} or args.kv_lora_rank is not None:
         return model_flops(args, seq_length, row_length) * factor / 3.0
     if "mamba" in kinds:
         return _neox_mamba_flops(args, factor, seq_length or args.seq_length)

@@ -24,6 +24,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.architectures import (
+    GatedDeltaNetKeys,
     MambaKeys,
     MoEKeys,
     MuPKeys,
@@ -41,8 +42,11 @@ from megatron.training.precision_policy import choose_precision
 _DESCRIPTION = "about.json"
 # The sections of keys that define the model's function
 MODEL_SECTIONS = tuple(
-    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
-)
+    c.__name__
+    for c in (
+        ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, GatedDeltaNetKeys, OtherArchitectureKeys, MuPKeys,
+    )
+)  # fmt: skip
 _INDEPENDENT = (
     # model_keys contains the values that are derived from these
     "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",
@@ -50,8 +54,8 @@ _INDEPENDENT = (
     # these concern initial values and training only
     "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
     # these concern kernels, row lengths and files
-    "attention_backend", "attention_config", "mamba_backend", "mamba_chunk_size", "apex", "compile",
-    "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
+    "attention_backend", "attention_config", "mamba_backend", "mamba_chunk_size", "linear_chunk_size", "apex",
+    "compile", "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
 )  # fmt: skip
 
 

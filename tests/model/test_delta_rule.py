@@ -1,0 +1,73 @@
+"""The gated delta rule in chunks beside the recurrence, and both beside transformers' functions."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model.delta.rule import chunk_delta_rule, recurrent_delta_rule, unit_length
+
+BATCH, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 6, 5, 7
+NAMES = ("q", "k", "v", "log_decay", "rate", "initial")
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+# Documents within chunks of 8, at their edges, and of one token; the second row has others.
+STARTS = ({3, 4, 8, 16, 21}, {1, 15, 17})
+
+
+def inputs(seq: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seq)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = {
+        "q": unit_length(draw(seq, BATCH, KEY_HEADS, KEY)), "k": unit_length(draw(seq, BATCH, KEY_HEADS, KEY)),
+        "v": draw(seq, BATCH, HEADS, VALUE), "log_decay": -draw(seq, BATCH, HEADS).exp(),
+        "rate": draw(seq, BATCH, HEADS).sigmoid(), "initial": draw(BATCH, HEADS, KEY, VALUE),
+    }  # fmt: skip
+    return {name: value.requires_grad_() for name, value in tensors.items()}
+
+
+def documents(seq: int) -> Tensor:
+    return torch.stack([torch.tensor([t in starts for t in range(seq)]).cumsum(0) for starts in STARTS], 1) + 1
+
+
+@pytest.mark.parametrize("seq", [1, 7, 8, 29])
+@pytest.mark.parametrize("packed", [False, True], ids=["one text", "documents"])
+def test_chunks_equal_the_recurrence(seq: int, packed: bool) -> None:
+    numbers = documents(seq) if packed else None
+    results = []
+    for rule in (recurrent_delta_rule, lambda *args: chunk_delta_rule(*args[:5], 8, *args[5:])):
+        values = inputs(seq)
+        y, state = rule(*(values[name] for name in NAMES[:5]), numbers, values["initial"])
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+        ((y * weights).sum() + state.square().sum()).backward()
+        results.append({"y": y, "state": state, **{name: values[name].grad for name in NAMES}})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        assert value is not None and value.abs().max() > 0.01 or seq == 1
+
+
+def test_a_document_does_not_depend_on_those_before() -> None:
+    values, numbers = inputs(29), documents(29)
+    args = [values[name] for name in NAMES[:5]]
+    packed, _ = chunk_delta_rule(*args, 8, numbers)
+    single, _ = chunk_delta_rule(*(x[17:, 1:] for x in args), 8)
+    torch.testing.assert_close(packed[17:, 1:], single, **CLOSE)
+    assert not torch.allclose(chunk_delta_rule(*args, 8)[0][17:, 1:], single, **CLOSE)
+
+
+@pytest.mark.parametrize("seq", [5, 29])
+def test_transformers_functions_give_the_same(seq: int) -> None:
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        torch_chunk_gated_delta_rule,
+        torch_recurrent_gated_delta_rule,
+    )
+
+    values = inputs(seq)
+    q, k, v, log_decay, rate, initial = (values[name].detach() for name in NAMES)
+    rows = [x.transpose(0, 1) for x in (q, k, v, log_decay, rate)]
+    y, state = chunk_delta_rule(q * KEY**-0.5, k, v, log_decay, rate, 8, initial=initial)
+    for reference in (torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule):
+        expected, last = reference(*rows, initial_state=initial, output_final_state=True)
+        torch.testing.assert_close(y, expected.transpose(0, 1), **CLOSE)
+        torch.testing.assert_close(state, last, **CLOSE)
