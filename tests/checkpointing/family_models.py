@@ -187,6 +187,10 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen 2 moe": {**_PLAIN_ROPE, "num_experts": 6, "moe_intermediate_size": 22,
         "shared_expert_intermediate_size": 26},
     "qwen 3 moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 10, "moe_intermediate_size": 22, "mlp_only_layers": [2]},
+    "qwen 3 next": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
+        "num_experts": 6, "moe_intermediate_size": 22, "shared_expert_intermediate_size": 26,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
+        "linear_value_head_dim": 9, "linear_conv_kernel_dim": 4, "rms_norm_eps": 3e-3},
     "gpt oss": {**_WIDE, "num_local_experts": 6, "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 777.0}},
     # transformers' DeepSeek 2 needs even widths of latents and heads.
     "deepseek 2": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 14, "qk_nope_head_dim": 8},

@@ -186,6 +186,13 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "qwen3_moe", 151936, 2048, 48, 32, 4, 6144, 40960, head_dim=128, rope_theta=1000000.0,
         use_sliding_window=False, sliding_window=None, max_window_layers=48, decoder_sparse_step=1,
         moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, mlp_only_layers=[])),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, sizes(
+        "qwen3_next", 151936, 2048, 48, 16, 2, 5120, 262144, head_dim=256, partial_rotary_factor=0.25,
+        rope_theta=10000000, rms_norm_eps=1e-6, full_attention_interval=4, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128,
+        decoder_sparse_step=1, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512,
+        num_experts_per_tok=10, norm_topk_prob=True, mlp_only_layers=[], output_router_logits=False,
+        router_aux_loss_coef=0.001)),
     "openai/gpt-oss-20b": (20_914_757_184, sizes(
         "gpt_oss", 201088, 2880, 24, 64, 8, 2880, 131072, head_dim=64, rms_norm_eps=1e-5, rope_theta=150000,
         rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
@@ -374,7 +381,7 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
     assert re.match("config.json is mixtral .*one expert per token", nearest_family("Llama4TextConfig"))
     for name, nearest in (("DeepseekV32Config", "deepseek_v3"), ("DeepseekV4Config", "deepseek_v3"),
                           ("Ernie4_5_MoeConfig", "qwen2_moe"),
-                          ("Qwen3NextConfig", "qwen3_moe"), ("PhimoeConfig", "mixtral"),
+                          ("Qwen3_5TextConfig", "qwen3_next"), ("PhimoeConfig", "mixtral"),
                           ("GraniteMoeConfig", "mixtral"), ("FlexOlmoConfig", "olmoe")):  # fmt: skip
         assert nearest_family(name).startswith(f"config.json is {nearest} ("), name
     assert nearest_family("JetMoeConfig").startswith("config.json is ")

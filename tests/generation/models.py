@@ -1,4 +1,4 @@
-"""Small models with random weights: of attention, of states (Mamba, Mamba 2), and a hybrid."""
+"""Small models with random weights: of attention, of states (Mamba, Mamba 2, Gated DeltaNet), and a hybrid."""
 
 from typing import Any
 
@@ -19,7 +19,12 @@ MAMBA_2: dict[str, Any] = {**MAMBA, **_HEADS, "attention_config": [[["mamba2"], 
 # One head of keys, one group of heads: tensor ranks share them.
 _SHARED_HEADS = {"num_kv_heads": 1, "mamba_num_groups": 1}
 HYBRID = {**MAMBA_2, **_SHARED_HEADS, "attention_config": _KINDS, "num_layers": 5, "pos_emb": "rotary"}
-STATE_MODELS = {"mamba": MAMBA, "mamba 2": MAMBA_2, "hybrid": HYBRID}
+DELTA: dict[str, Any] = {
+    **_ALL, "pos_emb": "rotary", "num_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_chunk_size": 4, "attention_output_gate": True,
+    "attention_config": [[["gated_delta_net", "global"], "all"]], "num_kv_heads": 2,
+}  # fmt: skip
+STATE_MODELS = {"mamba": MAMBA, "mamba 2": MAMBA_2, "hybrid": HYBRID, "delta": DELTA}
 # A tied head likes to say the last token again, and never ends.
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
 UNTIED |= {name: {**values, "max_position_embeddings": 32} for name, values in STATE_MODELS.items()}

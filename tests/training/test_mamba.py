@@ -1,4 +1,4 @@
-"""Some AdamW steps of Mamba, Mamba 2 and hybrids are the same in every layout, packed or not, and resumed."""
+"""Some AdamW steps of Mamba, Mamba 2, Gated DeltaNet and hybrids are the same in every layout, packed or not, and resumed."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +23,12 @@ _HEADS = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_chunk_size": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "mamba": {**_COMMON, "attention_config": [[["mamba"], "all"]], "mamba_use_bias_in_linears": True},
     "mamba2": {**_COMMON, **_HEADS, "attention_config": [[["mamba2"], "all"]], "mamba_time_step_limit": [0.02, 0.3]},
+    "delta": {
+        "norm": "rmsnorm", "no_weight_tying": True, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False,
+        "attention_config": [[["gated_delta_net", "global"], "all"]], "attention_output_gate": True,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+        "linear_chunk_size": 8,
+    },
     "hybrid": {
         **_COMMON, **_HEADS, "num_layers": 6, "pos_emb": "rotary", "num_kv_heads": 2, "activation": "relu2",
         "attention_config": ["mamba2", "moe", "attention", "mamba", "mlp", "global"], "mamba_bcdt_norm_epsilon": 1e-6,
@@ -41,7 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp selective": (2, TP2 | SP | RECOMPUTE | {"recompute_granularity": "selective"}),
 }  # fmt: skip
 # Every model, packed or not: two halves of all pairs.
-HALVES = {"first": [("mamba", PACKED), ("mamba2", UNPACKED), ("hybrid", PACKED)]}
+HALVES = {"first": [("mamba", PACKED), ("mamba2", UNPACKED), ("hybrid", PACKED), ("delta", PACKED)]}
 HALVES["other"] = [(model, not packed) for model, packed in HALVES["first"]]
 
 

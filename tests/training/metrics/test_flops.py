@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.model import freeze
@@ -43,6 +44,29 @@ def test_model_flops_count_the_full_step() -> None:
     micro_batch = small(train_micro_batch_size_per_gpu=2).for_world(1)
     step = small(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3).for_world(4)
     assert model_flops(step) == 12 * model_flops(micro_batch)
+
+
+def test_flops_of_gated_delta_net_beside_torchs_counter() -> None:
+    """The counter leaves out convolutions and triangular systems, and counts full squares of chunks."""
+    chunk, key_heads, heads, key, value, blocks = 4, 2, 6, 5, 7, 3
+    args = small(
+        norm="rmsnorm", num_layers=blocks, attention_config=[[["gated_delta_net"], "all"]], seq_length=256,
+        max_position_embeddings=256, linear_num_key_heads=key_heads, linear_num_value_heads=heads,
+        linear_key_head_dim=key, linear_value_head_dim=value, linear_chunk_size=chunk,
+        train_micro_batch_size_per_gpu=ROWS,
+    ).for_world(1)  # fmt: skip
+    stage, batch = make_stage(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
+    with FlopCounterMode(display=False) as counter:
+        stage(None, batch, lambda head: LANGUAGE_MODELLING.loss_sum(head, batch, None)[0]).backward()
+    scans = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    pairs, states = chunk * (2 * key_heads * key + heads * value), 3 * heads * key * value
+    system, convolution = chunk * heads * (key + value), 4 * (2 * key_heads * key + heads * value)
+    # Products are computed twice forward; the gradient of a system is a product. The first state has no gradient.
+    per_token = 2 * ROWS * args.seq_length * blocks
+    assert scans == pytest.approx(per_token * (4 * (pairs + states) + system), rel=0.01)
+    uncounted = 3 * per_token * ((pairs + system) / 2 + states + convolution)
+    assert model_flops(args) == pytest.approx(counter.get_total_flops() - scans + uncounted, rel=1e-3)
+    assert neox_flops(args, 3) == pytest.approx(model_flops(args)), "GPT-NeoX has no such blocks"
 
 
 SHAPE_1_4B: dict[str, Any] = {
