@@ -1,4 +1,4 @@
-"""Small models with random weights: of attention, of states (Mamba, Mamba 2, Gated DeltaNet), and a hybrid."""
+"""Small models with random weights: of attention, of states (Mamba, Mamba 2, Gated DeltaNet), a hybrid."""
 
 from typing import Any
 

@@ -41,6 +41,7 @@ MIXED: dict[str, Any] = {
     **TIED_LLAMA, "num_kv_heads": [2, 4], "intermediate_size": [48, 48, 32], "sliding_window_width": 3,
     "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
     "no_rope_layers": [1, 0, 0, 1], "attention_config": [[["flash"], 2], [["global"], 2]],
+    "attention_output_gate": True,
 }  # fmt: skip
 # What single families have, all at once.
 OPTIONS: dict[str, Any] = {

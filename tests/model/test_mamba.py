@@ -27,7 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba": {**_COMMON, "attention_config": ["mamba", "mamba"], "mamba_bcdt_norm_epsilon": 1e-5},
     "mamba2": {**_COMMON, **_HEADS, "attention_config": ["mamba2", "mamba2"]},
     "delta": {
-        "norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True, "num_layers": 3, "attention_config": ["gated_delta_net", "global", "gated_delta_net"],
+        "norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True, "num_layers": 3,
+        "attention_config": ["gated_delta_net", "global", "gated_delta_net"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
         "linear_chunk_size": 8, "attention_output_gate": True,
     },

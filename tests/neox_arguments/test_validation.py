@@ -51,6 +51,20 @@ TABLE = """
    mamba2 context_parallel_size 2]
 - [{context_parallel_size: 8, attention_config: [[[mamba2], all]], mamba_num_groups: 2, pos_emb: none},
    {context_parallel_size: 4}, seq_length, 32 context_parallel_size 8 3]
+- [{context_parallel_size: 2, attention_config: [[[gated_delta_net], all]]}, {context_parallel_size: 1},
+   context_parallel_size, gated_delta_net full rows]
+- [{attention_config: [[[gated_delta_net], all]], linear_num_value_heads: 24}, {linear_num_key_heads: 8},
+   linear_num_value_heads, 24 16 multiple]
+- [{attention_config: [[[gated_delta_net], all]], linear_num_key_heads: 2, model_parallel_size: 4},
+   {linear_num_key_heads: 4}, linear_num_key_heads, 2 model_parallel_size 4]
+- [{attention_config: [[[gated_delta_net], all]], gpt_j_residual: true}, {gpt_j_residual: false}, gpt_j_residual,
+   attention_config gated_delta_net]
+- [{attention_config: [[[gated_delta_net], all]], lora: {r: 4}}, {lora: null}, lora, gated_delta_net adapters]
+- [{linear_key_head_dim: 64}, {attention_config: [[[gated_delta_net], all]]}, linear_key_head_dim,
+   no effect gated_delta_net]
+- [{attention_output_gate: true, attention_config: [[[gated_delta_net], all]]}, {attention_config: null},
+   attention_output_gate, no block has attention]
+- [{attention_output_gate: true, te_mha: true}, {te_mha: false}, attention_output_gate, te_mha]
 - [{context_parallel_size: 2, moe_num_experts: 4, moe_router_type: sinkhorn}, {moe_router_type: topk}, moe_router_type,
    sinkhorn context_parallel_size 2 topk]
 - [{context_parallel_size: 2, moe_num_experts: 4, moe_router_type: topk, moe_expert_capacity_factor: 1.0},
@@ -202,7 +216,7 @@ TABLE = """
 - [{<<: *kto, compat_kto: true, kto_loss_type: apo_zero_unpaired}, {kto_loss_type: null}, compat_kto, kto_loss_type kto]
 - [{<<: *kto, compat_kto: true, pack_impl: best_fit}, {compat_kto: null}, compat_kto, row]
 - [{<<: [*pairs, *mamba], pack_impl: best_fit, prefix_sharing: true}, {prefix_sharing: auto}, prefix_sharing,
-   Mamba attention_config]
+   states attention_config]
 - [{<<: *pairs, dpo_loss_type: sigmod}, {dpo_loss_type: null}, dpo_loss_type, sigmod]
 - [{<<: *pairs, dpo_beta: 0}, {dpo_beta: 5}, dpo_beta, more 0]
 """

@@ -1,4 +1,4 @@
-"""Some AdamW steps of Mamba, Mamba 2, Gated DeltaNet and hybrids are the same in every layout, packed or not, and resumed."""
+"""Some AdamW steps of all mixers with states, and of hybrids, are equal in every layout, and resumed."""
 
 from collections.abc import Callable
 from functools import cache

@@ -101,7 +101,7 @@ def chunk_delta_rule(
     pairs = exponent.unsqueeze(5) - exponent.unsqueeze(4)
     decay = pairs.masked_fill(~reached, -torch.inf).float().exp()
 
-    # The changes d of a chunk are `free` minus what the state before the chunk predicts, `keys_read` times state.
+    # The changes d of a chunk are `free`, minus `keys_read` times the state before the chunk.
     system = k @ k.transpose(4, 5) * decay * rate
     right_side = torch.cat([v * rate, k * from_start.unsqueeze(5) * rate], 5)
     solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)

@@ -163,7 +163,7 @@ class ModelKeys:
     attention_config: tuple[Any, ...] = key(
         None,
         "Kind of each layer, as in [[[flash], 12]]. global, flash: attention and MLP; both compute the "
-        "same. gated_delta_net: Gated DeltaNet and MLP. mamba, mamba2, attention, mlp, moe: only that, after one "
+        "same. Gated DeltaNet and MLP: gated_delta_net. mamba, mamba2, attention, mlp, moe: only that, after one "
         "norm; a list of these is a hybrid. If both global and flash occur, flash layers use the flash kernel and "
         "global ones attention_backend. If flash cannot do the run, all use attention_backend, and a line says so",
         refuse_values={

@@ -46,7 +46,7 @@ def test_model_flops_count_the_full_step() -> None:
     assert model_flops(step) == 12 * model_flops(micro_batch)
 
 
-def test_flops_of_gated_delta_net_beside_torchs_counter() -> None:
+def test_flops_of_gated_delta_net_are_those_of_torchs_counter() -> None:
     """The counter leaves out convolutions and triangular systems, and counts full squares of chunks."""
     chunk, key_heads, heads, key, value, blocks = 4, 2, 6, 5, 7, 3
     args = small(
@@ -61,7 +61,7 @@ def test_flops_of_gated_delta_net_beside_torchs_counter() -> None:
     scans = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     pairs, states = chunk * (2 * key_heads * key + heads * value), 3 * heads * key * value
     system, convolution = chunk * heads * (key + value), 4 * (2 * key_heads * key + heads * value)
-    # Products are computed twice forward; the gradient of a system is a product. The first state has no gradient.
+    # Products are computed twice forward. The gradient of a system is a product; the first state has none.
     per_token = 2 * ROWS * args.seq_length * blocks
     assert scans == pytest.approx(per_token * (4 * (pairs + states) + system), rel=0.01)
     uncounted = 3 * per_token * ((pairs + system) / 2 + states + convolution)
