@@ -193,3 +193,8 @@ class ModelArgs(
     def params_dtype(self) -> str:
         """The precision of parameters and activations: fp32, fp16 or bf16."""
         return {"bfloat16": "bf16"}.get(self.precision, self.precision)
+
+
+_OF_TRAINING = (AdapterKeys, FP8Keys, PrecisionKeys, ParallelKeys, Origins)
+# The sections of keys that define the model's function.
+MODEL_SECTIONS = tuple(section.__name__ for section in ModelArgs.__bases__ if section not in _OF_TRAINING)

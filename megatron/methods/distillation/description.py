@@ -17,15 +17,15 @@ from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.fp8 import FP8Keys
+from megatron.neox_arguments.model_args import MODEL_SECTIONS
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import CheckpointSource, mask_padding, real_rows
-from megatron.training.reference.cache import MODEL_SECTIONS
 
 # Model keys that say how to compute the model, and at what length: the teacher takes their values from the
 # run, not from its own configuration
 _RUN_KEYS = (
-    "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "apex", "compile", "padded_vocab_size",
-    "make_vocab_size_divisible_by",
+    "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "linear_chunk_size", "apex", "compile",
+    "padded_vocab_size", "make_vocab_size_divisible_by",
 )  # fmt: skip
 _KEY = "distillation.teacher"
 

@@ -23,16 +23,8 @@ from megatron.model.positions import rope_length_limit
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ModelArgs, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.architectures import (
-    GatedDeltaNetKeys,
-    MambaKeys,
-    MoEKeys,
-    MuPKeys,
-    OtherArchitectureKeys,
-    TransformerEngineKeys,
-)
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.keys.model import ModelKeys
+from megatron.neox_arguments.model_args import MODEL_SECTIONS
 from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.base_weights import weight_digests
@@ -40,13 +32,6 @@ from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.precision_policy import choose_precision
 
 _DESCRIPTION = "about.json"
-# The sections of keys that define the model's function
-MODEL_SECTIONS = tuple(
-    c.__name__
-    for c in (
-        ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, GatedDeltaNetKeys, OtherArchitectureKeys, MuPKeys,
-    )
-)  # fmt: skip
 _INDEPENDENT = (
     # model_keys contains the values that are derived from these
     "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",

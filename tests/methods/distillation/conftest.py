@@ -1,12 +1,8 @@
 """Fixtures of the tests of distillation."""
 
-import shutil
-
 import pytest
-import torch
 
-from tests.checkpointing.family_models import random_model
-from tests.methods.distillation.runs import TOKENIZER, teacher_keys
+from tests.methods.distillation.runs import hf_folder, teacher_keys
 from tests.pool import run_ranks
 from tests.training.runs import run_to_end
 
@@ -28,7 +24,4 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def hf_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("hf")
-    random_model("llama 3", torch.float32, vocab_size=381).save_pretrained(folder)  # no multiple of anything
-    shutil.copy(TOKENIZER, folder / "tokenizer.json")
-    return str(folder)
+    return hf_folder("llama 3", tmp_path_factory.mktemp("hf"))

@@ -1,8 +1,12 @@
 """Tiny runs that learn from a teacher: a trained one of another shape and family; students."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.checkpointing.family_models import random_model
 from tests.training.runs import ADAMW, BASE, GOLDEN, LLAMA, NEOX, OFFLOADED, TABLE, config
 
 TOKENIZER = Path(BASE["vocab_file"])
@@ -24,6 +28,13 @@ def teacher_keys(**overrides: Any) -> dict[str, Any]:
     return config(NEOX, num_layers=3, hidden_size=48, num_attention_heads=2, train_iters=6, seed=7, **{
         "max_position_embeddings": 64, "optimizer": {"type": "Adam", "params": {"lr": 2e-2}},
     }, **overrides)  # fmt: skip
+
+
+def hf_folder(case: str, folder: Path) -> str:
+    """The folder of a teacher of HuggingFace's; its vocabulary is no multiple of anything."""
+    random_model(case, torch.float32, vocab_size=381).save_pretrained(folder)
+    shutil.copy(TOKENIZER, folder / "tokenizer.json")
+    return str(folder)
 
 
 def student(teacher: str, *parts: dict[str, Any], **distillation: Any) -> dict[str, Any]:

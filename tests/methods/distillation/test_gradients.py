@@ -13,7 +13,7 @@ from megatron.callbacks import Parts
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
-from tests.methods.distillation.runs import LABELLED, LAYOUTS, student, teacher_keys
+from tests.methods.distillation.runs import LABELLED, LAYOUTS, hf_folder, student, teacher_keys
 from tests.mpu.test_distillation import generalized_jsd, with_rest
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
@@ -98,6 +98,13 @@ def test_the_gradient_is_that_of_all_logits(engine: str, losses: list[str], teac
     runs = [student(teacher, unclipped, **LOSSES[loss]) for loss in losses]
     for step in run_ranks(first_steps, 1, [*runs, student(teacher, unclipped, LABELLED, beta=0.5)])[0]:
         assert_right(step)
+
+
+@pytest.mark.parametrize("case", ["deepseek 3", "qwen 3 next"])
+def test_mixers_are_those_of_the_teacher(case: str, tmp_path: Path) -> None:
+    """A student with usual attention learns from other mixers."""
+    [step] = run_ranks(first_steps, 1, [student(hf_folder(case, tmp_path), {"gradient_clipping": 0.0})])[0]
+    assert_right(step)
 
 
 def test_one_of_huggingface_gives_transformers_logits(hf_teacher: str) -> None:
