@@ -11,6 +11,7 @@ import torch
 
 from megatron.model import Stage
 from megatron.model.block import Block
+from megatron.model.delta.mixer import DeltaScan
 from megatron.model.head import OutputProjection
 from megatron.model.mamba.selective_scan import AT_A_TIME_COMPILED
 from megatron.model.moe.layer import Dispatcher
@@ -94,8 +95,8 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     documents. The first row of another length adds one graph, which serves all row lengths. Mamba blocks need
     one more graph for each number of segments in their scan.
 
-    A block that does not compile to one graph raises in the first step, except blocks with expert parallelism
-    and Mamba blocks whose kernels come from a package.
+    A block that does not compile to one graph raises in the first step, except blocks with expert
+    parallelism, those of Gated DeltaNet, and Mamba blocks whose kernels come from a package.
     Raises ConfigError where there is no compiler.
     """
     if args.compile in (False, "auto"):
@@ -124,12 +125,12 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     for spec in stage.blocks:
         block, one_graph = stage.layers[str(spec.index)], args.expert_parallel_size == 1
         for module in block.modules():
-            if isinstance(module, Dispatcher) and not one_graph:
+            if isinstance(module, DeltaScan) or (isinstance(module, Dispatcher) and not one_graph):
                 # Tokens are sent to experts on other ranks outside the compiled graphs.
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         is_full_graph = one_graph or not isinstance(spec.feed_forward, MoESpec)
         is_full_graph &= spec not in stage.state_blocks or stage.scans.package == "torch"
-        is_full_graph &= not isinstance(spec.mixer, GatedDeltaNetSpec)  # its scan is not compiled
+        is_full_graph &= not isinstance(spec.mixer, GatedDeltaNetSpec)
         block.compile(fullgraph=is_full_graph, **mode)
     if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
         head.compile_kernels()

@@ -65,7 +65,7 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         size = groups.size("tensor")
-        self.key_dim, self.value_dim, self.chunk = spec.key_dim, spec.value_dim, spec.chunk
+        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
         keys, values, heads = spec.keys // size, spec.values // size, spec.heads // size
         self.convolved, self.projected = (keys, keys, values), (2 * keys + values, values, heads, heads)
         own_params, conv, norm = self._own_params(spec)
@@ -73,6 +73,7 @@ class GatedDeltaNet(nn.Module):
         in_spec, out = self._linears(spec)
         self.in_proj = Linear(in_spec, groups, sequence_parallel)
         self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
+        self.scan = DeltaScan(spec.chunk)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
 
@@ -148,14 +149,37 @@ class GatedDeltaNet(nn.Module):
         log_decay = -torch.exp(self.A_log.float()) * F.softplus(step.float() + self.dt_bias.float())
         if inputs.filled is not None:  # padding changes no state
             rate, log_decay = (part.masked_fill(~inputs.filled.unsqueeze(2), 0.0) for part in (rate, log_decay))
-        scan = partial(
-            chunk_delta_rule, chunk=self.chunk, documents=inputs.documents,
-            initial=initial_state(cache, inputs, torch.float32),
-        )  # fmt: skip
-        y, last = _scanned(scan, q, k, v, log_decay, rate)
+        initial = initial_state(cache, inputs, torch.float32)
+        y, last = self.scan(q, k, v, log_decay, rate, inputs.documents, initial)
         if cache is not None:
             cache.put_state(last)
         return self.norm(y, z).flatten(2).to(x.dtype)
+
+
+class DeltaScan(nn.Module):
+    """The delta rule over chunks of tokens, whose backward pass computes it again.
+
+    A module, so that compiled blocks can leave it out: compiled code would have a copy of its loop for each
+    chunk.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        rate: Tensor,
+        documents: Tensor | None,
+        initial: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (y, last state), as `chunk_delta_rule` does for the same arguments."""
+        rule = partial(chunk_delta_rule, chunk=self.chunk, documents=documents, initial=initial)
+        return recomputed(rule, q, k, v, log_decay, rate)
 
 
 class _GatedHeadNorm(nn.Module):
@@ -172,7 +196,3 @@ class _GatedHeadNorm(nn.Module):
         """Returns the gated norm of y in fp32. y, z: `[seq, batch, heads/T, value_dim]`."""
         weight = copy_to_tensor(self.weight, self.group).float()
         return F.rms_norm(y, self.weight.shape, None, self.eps) * weight * F.silu(z.float())
-
-
-# The scan has a loop over chunks, of which compiled code would have a copy for each chunk.
-_scanned = torch.compiler.disable(recomputed)
