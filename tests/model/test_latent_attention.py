@@ -122,6 +122,7 @@ def test_parameters_of_deepseek_v3s_attention() -> None:
     ({"pos_emb": "alibi"}, "kv_lora_rank: needs pos_emb: rotary, not alibi"),
     ({"clip_qkv": 2.0}, "clip_qkv: does not work with kv_lora_rank"),
     ({"attention_sinks": True}, "attention_sinks: does not work with kv_lora_rank"),
+    ({"attention_output_gate": True}, "attention_output_gate: does not work with kv_lora_rank"),
     ({"use_qk_layernorm": True}, "use_qk_layernorm: does not work with kv_lora_rank"),
     ({"add_qkv_bias": True, "use_bias_in_attn_linear": False}, "add_qkv_bias: does not work with kv_lora_rank"),
     ({"te_mha": True}, "te_mha: does not work with kv_lora_rank"),

@@ -166,7 +166,7 @@ class MambaKeys:
     mamba_inner_func_fusion: bool = key(False, "Fused mixer", no_effect=_MAMBA_KERNELS)
     mamba_selective_fp32_params: bool = key(
         True,
-        "Keep A_log and D in fp32 beside 16-bit weights, for an accurate recurrence; engine native. DeepSpeed "
+        "Keep A_log and D, also of Gated DeltaNet, in fp32 beside 16-bit weights; engine native. DeepSpeed "
         "keeps fp32 masters but rounds them for use, and says so",
     )
     mamba_use_bias_in_conv: bool = key(True, "Bias of the convolution")
