@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -93,7 +93,10 @@ class TrainingRun:
     def result(self, folder: Path) -> dict[str, Any]:
         """Returns losses and other metrics of each step, and digests of the last checkpoint's tensors."""
         save = folder / "run"
-        rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
+        rows = []
+        for line in (save / "logs" / "metrics.jsonl").read_text(errors="replace").splitlines():
+            with suppress(json.JSONDecodeError):  # a damaged row counts as a missing one
+                rows.append(json.loads(line))
         last = save / (save / "latest").read_text().strip()
         return {
             "metrics": [compared_values(row) for row in rows],
