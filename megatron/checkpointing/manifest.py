@@ -18,7 +18,7 @@ from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.layout import model_file
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors
 from megatron.neox_arguments import ModelArgs
-from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.model_args import DELTA_BLOCKS, FULL_BLOCKS
 from megatron.neox_arguments.values.lora_settings import adapter_keys
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ _BLOCK_KEYS = (
     "attention_config", "mamba_state_dim", "mamba_expand", "mamba_conv_kernel", "mamba_num_heads", "mamba_head_dim",
     "mamba_num_groups", "mamba_bcdt_norm_epsilon", "mamba_time_step_limit",
 )  # fmt: skip
-# More such keys, for models with Gated DeltaNet.
+# More such keys, for models with delta rules.
 _DELTA_KEYS = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
@@ -258,7 +258,7 @@ def model_keys(args: ModelArgs) -> dict[str, Any]:
     """Returns the configuration keys that decide the shapes of weights or the logits, with their values."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
     keys += _LATENT_KEYS if args.kv_lora_rank is not None else ()
-    nets = "gated_delta_net" in args.attention_config
+    nets = not {*DELTA_BLOCKS}.isdisjoint(args.attention_config)
     keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or nets else ()
     keys += _DELTA_KEYS if nets else ()
     keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.model.attention import AttentionBackends, AttentionInputs, LatentAttention, SelfAttention
 from megatron.model.cache import LayerCache, StateCache
-from megatron.model.delta import GatedDeltaNet
+from megatron.model.delta import GatedDeltaNet, KimiDeltaAttention
 from megatron.model.mamba import Mamba, Mamba2, ScanKernels, StateInputs
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE, RoutingSums
@@ -59,7 +59,7 @@ class SubLayer(Protocol):
 
 # The kinds of sublayers. A block has the first kind whose `spec` is not None, or none of them. To add a kind,
 # write a class in its own file, and an entry here.
-MIXERS: tuple[type[Any], ...] = (LatentAttention, SelfAttention, Mamba, Mamba2, GatedDeltaNet)
+MIXERS: tuple[type[Any], ...] = (LatentAttention, SelfAttention, Mamba, Mamba2, KimiDeltaAttention, GatedDeltaNet)
 FEED_FORWARDS: tuple[type[Any], ...] = (MoE, MLP)
 # The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
 _SUBMODULES = (

@@ -358,6 +358,15 @@ class GatedDeltaNetSpec:
         return self.heads * self.value_dim
 
 
+@dataclass(frozen=True)
+class KimiDeltaAttentionSpec(GatedDeltaNetSpec):
+    """Kimi Delta Attention (arXiv 2510.26692): each dimension of a key has its decay.
+
+    Heads share no queries and keys. The projections of decays and of the gate have the rank of a head's
+    width.
+    """
+
+
 # All kinds of mixers, those of them with a state, and all kinds of feed-forwards.
 StateMixerSpec = MambaSpec | Mamba2Spec | GatedDeltaNetSpec
 MixerSpec = AttentionSpec | StateMixerSpec

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.adapters import AdapterKeys
 from megatron.neox_arguments.keys.architectures import (
-    GatedDeltaNetKeys,
+    DeltaRuleKeys,
     LatentAttentionKeys,
     MambaKeys,
     MoEKeys,
@@ -19,16 +19,17 @@ from megatron.neox_arguments.keys.parallel import ParallelKeys
 from megatron.neox_arguments.origins import Origins
 from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
 
-# Kinds of attention_config: blocks of a mixer and a feed-forward; blocks with attention; blocks with states.
-FULL_BLOCKS = ("global", "flash", "gated_delta_net")
+# Kinds of attention_config: with a delta rule; with a mixer and a feed-forward; with attention; with states.
+DELTA_BLOCKS = ("gated_delta_net", "kimi_delta_attention")
+FULL_BLOCKS = ("global", "flash", *DELTA_BLOCKS)
 ATTENTION_BLOCKS = ("global", "flash", "attention")
 MAMBA_BLOCKS = ("mamba", "mamba2")
-STATE_BLOCKS = (*MAMBA_BLOCKS, "gated_delta_net")
+STATE_BLOCKS = (*MAMBA_BLOCKS, *DELTA_BLOCKS)
 
 
 @dataclass(frozen=True)
 class ModelArgs(
-    AdapterKeys, OtherArchitectureKeys, GatedDeltaNetKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys,
+    AdapterKeys, OtherArchitectureKeys, DeltaRuleKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys,
     TransformerEngineKeys, FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
 ):  # fmt: skip
     """The keys that decide a model's parameters and forward pass, and properties computed from them.
@@ -129,7 +130,7 @@ class ModelArgs(
 
     @property
     def state_blocks(self) -> tuple[int, ...]:
-        """The blocks, counted from 0, whose mixer has a state: Mamba, Mamba 2 and Gated DeltaNet."""
+        """The blocks, counted from 0, whose mixer has a state: Mamba, Mamba 2, delta rules."""
         return tuple(i for i, kind in enumerate(self.attention_config) if kind in STATE_BLOCKS)
 
     @property
@@ -195,6 +196,6 @@ class ModelArgs(
         return {"bfloat16": "bf16"}.get(self.precision, self.precision)
 
 
-_OF_TRAINING = (AdapterKeys, FP8Keys, PrecisionKeys, ParallelKeys, Origins)
+_TRAINING_SECTIONS = (AdapterKeys, FP8Keys, PrecisionKeys, ParallelKeys, Origins)
 # The sections of keys that define the model's function.
-MODEL_SECTIONS = tuple(section.__name__ for section in ModelArgs.__bases__ if section not in _OF_TRAINING)
+MODEL_SECTIONS = tuple(section.__name__ for section in ModelArgs.__bases__ if section not in _TRAINING_SECTIONS)

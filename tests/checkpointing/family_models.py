@@ -34,6 +34,7 @@ _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_si
 _MLA = {**_LATENT, **_ROUTED}
 _DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0,
                   "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
+_KIMI = {"num_key_value_heads": 8, "linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
 _DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
           "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
@@ -138,6 +139,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_value_heads": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2,
         "layer_types": [_FULL, "linear_attention"] * 2, "norm_topk_prob": False, "attention_bias": True,
         "tie_word_embeddings": True}),
+    "kimi linear": ("KimiLinearConfig", {**_MLA, **_KIMI, "num_local_experts": 8, "topk_group": 2, "n_group": 4,
+        "q_lora_rank": None, "layer_types": ["linear_attention", _FULL] * 2}),
+    "kimi linear dense": ("KimiLinearConfig", {**_MLA, **_KIMI, "num_local_experts": 4, "norm_topk_prob": False,
+        "n_shared_experts": 2, "attention_bias": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "layer_types": [_FULL, "linear_attention", "linear_attention", _FULL]}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,

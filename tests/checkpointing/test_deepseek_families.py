@@ -68,7 +68,7 @@ def test_fields_that_transformers_does_not_compute_are_refused(
 def test_kin_that_are_not_read_are_named() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2}
     for model_type, difference in (
-        ("deepseek_v32", "an indexer"), ("deepseek_v4", "compressed sparse attention"), ("kimi_linear", "Kimi Delta"),
+        ("deepseek_v32", "an indexer"), ("deepseek_v4", "compressed sparse attention"),
         ("glm_moe_dsa", "an indexer"), ("kimi_k2", "set model_type: deepseek_v3"),
     ):  # fmt: skip
         fails(f"model_type: {model_type} .*deepseek_v3 .*{difference}", family_of, {"model_type": model_type, **sizes})

@@ -193,6 +193,18 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         decoder_sparse_step=1, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512,
         num_experts_per_tok=10, norm_topk_prob=True, mlp_only_layers=[], output_router_logits=False,
         router_aux_loss_coef=0.001)),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": (49_122_681_728, {
+        "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72,
+        "hidden_act": "silu", "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "moe_intermediate_size": 1024,
+        "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1,
+        "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "num_nextn_predict_layers": 0,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True, "first_k_dense_replace": 1,
+        "model_max_length": 1048576, "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+            "kda_layers": [n for n in range(1, 27) if n % 4], "short_conv_kernel_size": 4}}),
     "openai/gpt-oss-20b": (20_914_757_184, sizes(
         "gpt_oss", 201088, 2880, 24, 64, 8, 2880, 131072, head_dim=64, rms_norm_eps=1e-5, rope_theta=150000,
         rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,

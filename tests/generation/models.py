@@ -1,4 +1,4 @@
-"""Small models with random weights: of attention, of states (Mamba, Mamba 2, Gated DeltaNet), a hybrid."""
+"""Small models with random weights: of attention, of states (Mamba, delta rules), a hybrid."""
 
 from typing import Any
 
@@ -24,7 +24,12 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_chunk_size": 4, "attention_output_gate": True,
     "attention_config": [[["gated_delta_net", "global"], "all"]], "num_kv_heads": 2,
 }  # fmt: skip
-STATE_MODELS = {"mamba": MAMBA, "mamba 2": MAMBA_2, "hybrid": HYBRID, "delta": DELTA}
+KIMI: dict[str, Any] = {
+    **_ALL, "num_layers": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_chunk_size": 4, "attention_config": [[["kimi_delta_attention", "global"], "all"]],
+}  # fmt: skip
+STATE_MODELS = {"mamba": MAMBA, "mamba 2": MAMBA_2, "hybrid": HYBRID, "delta": DELTA, "kimi": KIMI}
 # A tied head likes to say the last token again, and never ends.
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
 UNTIED |= {name: {**values, "max_position_embeddings": 32} for name, values in STATE_MODELS.items()}

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks beside the recurrence, and both beside transformers' functions."""
+"""The delta rules in chunks beside the recurrence, and both beside transformers' functions."""
 
 import pytest
 import torch
@@ -13,15 +13,20 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 STARTS = ({3, 4, 8, 16, 21}, {1, 15, 17})
 
 
-def inputs(seq: int) -> dict[str, Tensor]:
+DECAYS = pytest.mark.parametrize("per_dim", [False, True], ids=["gated delta net", "kimi"])
+
+
+def inputs(seq: int, per_dim: bool = False) -> dict[str, Tensor]:
+    """per_dim: a decay for each dimension of keys, whose heads are not shared."""
+    key_heads = HEADS if per_dim else KEY_HEADS
     generator = torch.Generator().manual_seed(seq)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     tensors = {
-        "q": unit_length(draw(seq, BATCH, KEY_HEADS, KEY)), "k": unit_length(draw(seq, BATCH, KEY_HEADS, KEY)),
-        "v": draw(seq, BATCH, HEADS, VALUE), "log_decay": -draw(seq, BATCH, HEADS).exp(),
+        "q": unit_length(draw(seq, BATCH, key_heads, KEY)), "k": unit_length(draw(seq, BATCH, key_heads, KEY)),
+        "v": draw(seq, BATCH, HEADS, VALUE), "log_decay": -draw(seq, BATCH, HEADS, *[KEY] * per_dim).exp(),
         "rate": draw(seq, BATCH, HEADS).sigmoid(), "initial": draw(BATCH, HEADS, KEY, VALUE),
     }  # fmt: skip
     return {name: value.requires_grad_() for name, value in tensors.items()}
@@ -33,11 +38,12 @@ def documents(seq: int) -> Tensor:
 
 @pytest.mark.parametrize("seq", [1, 7, 8, 29])
 @pytest.mark.parametrize("packed", [False, True], ids=["one text", "documents"])
-def test_chunks_equal_the_recurrence(seq: int, packed: bool) -> None:
-    numbers = documents(seq) if packed else None
+@DECAYS
+def test_chunks_equal_the_recurrence(seq: int, packed: bool, per_dim: bool) -> None:
+    numbers, chunk = documents(seq) if packed else None, 20 if per_dim else 8  # 20: rows of pairs come in eights
     results = []
-    for rule in (recurrent_delta_rule, lambda *args: chunk_delta_rule(*args[:5], 8, *args[5:])):
-        values = inputs(seq)
+    for rule in (recurrent_delta_rule, lambda *args: chunk_delta_rule(*args[:5], chunk, *args[5:])):
+        values = inputs(seq, per_dim)
         y, state = rule(*(values[name] for name in NAMES[:5]), numbers, values["initial"])
         weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
         ((y * weights).sum() + state.square().sum()).backward()
@@ -47,8 +53,9 @@ def test_chunks_equal_the_recurrence(seq: int, packed: bool) -> None:
         assert value is not None and value.abs().max() > 0.01 or seq == 1
 
 
-def test_a_document_does_not_depend_on_those_before() -> None:
-    values, numbers = inputs(29), documents(29)
+@DECAYS
+def test_a_document_does_not_depend_on_those_before(per_dim: bool) -> None:
+    values, numbers = inputs(29, per_dim), documents(29)
     args = [values[name] for name in NAMES[:5]]
     packed, _ = chunk_delta_rule(*args, 8, numbers)
     single, _ = chunk_delta_rule(*(x[17:, 1:] for x in args), 8)
@@ -57,17 +64,19 @@ def test_a_document_does_not_depend_on_those_before() -> None:
 
 
 @pytest.mark.parametrize("seq", [5, 29])
-def test_transformers_functions_give_the_same(seq: int) -> None:
-    from transformers.models.qwen3_next.modeling_qwen3_next import (
-        torch_chunk_gated_delta_rule,
-        torch_recurrent_gated_delta_rule,
-    )
+@DECAYS
+def test_transformers_functions_give_the_same(seq: int, per_dim: bool) -> None:
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-    values = inputs(seq)
+    references = [qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule]
+    if per_dim:
+        references = [kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention]
+    values = inputs(seq, per_dim)
     q, k, v, log_decay, rate, initial = (values[name].detach() for name in NAMES)
     rows = [x.transpose(0, 1) for x in (q, k, v, log_decay, rate)]
     y, state = chunk_delta_rule(q * KEY**-0.5, k, v, log_decay, rate, 8, initial=initial)
-    for reference in (torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule):
+    for reference in references:
         expected, last = reference(*rows, initial_state=initial, output_final_state=True)
         torch.testing.assert_close(y, expected.transpose(0, 1), **CLOSE)
         torch.testing.assert_close(state, last, **CLOSE)

@@ -32,6 +32,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
         "linear_chunk_size": 8, "attention_output_gate": True,
     },
+    "kimi": {
+        "norm": "rmsnorm", "pos_emb": "none", "no_weight_tying": True, "num_layers": 3, "kv_lora_rank": 10,
+        "qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7, "linear_num_key_heads": 6,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 5, "linear_chunk_size": 12,
+        "attention_config": ["kimi_delta_attention", "global", "kimi_delta_attention"],
+    },
     "hybrid": {
         **_COMMON, **_HEADS, "num_layers": 5, "pos_emb": "rotary", "seq_length": 40, "max_position_embeddings": 64,
         "attention_config": ["mamba2", "attention", "mlp", "mamba", "flash"],

@@ -57,6 +57,8 @@ TABLE = """
    linear_num_value_heads, 24 16 multiple]
 - [{attention_config: [[[gated_delta_net], all]], linear_num_key_heads: 2, model_parallel_size: 4},
    {linear_num_key_heads: 4}, linear_num_key_heads, 2 model_parallel_size 4]
+- [{attention_config: [[[kimi_delta_attention], all]], linear_num_value_heads: 16, linear_value_head_dim: 64},
+   {linear_key_head_dim: 64}, linear_key_head_dim, 128 linear_value_head_dim 64]
 - [{attention_config: [[[gated_delta_net], all]], gpt_j_residual: true}, {gpt_j_residual: false}, gpt_j_residual,
    attention_config gated_delta_net]
 - [{attention_config: [[[gated_delta_net], all]], lora: {r: 4}}, {lora: null}, lora, gated_delta_net adapters]

@@ -29,6 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
         "linear_chunk_size": 8,
     },
+    "kimi": {
+        "norm": "rmsnorm", "pos_emb": "none", "no_weight_tying": True, "use_bias_in_attn_linear": False,
+        "use_bias_in_mlp": False, "attention_config": [[["kimi_delta_attention", "global"], "all"]],
+        "kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_chunk_size": 12,
+    },
     "hybrid": {
         **_COMMON, **_HEADS, "num_layers": 6, "pos_emb": "rotary", "num_kv_heads": 2, "activation": "relu2",
         "attention_config": ["mamba2", "moe", "attention", "mamba", "mlp", "global"], "mamba_bcdt_norm_epsilon": 1e-6,
@@ -47,7 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp selective": (2, TP2 | SP | RECOMPUTE | {"recompute_granularity": "selective"}),
 }  # fmt: skip
 # Every model, packed or not: two halves of all pairs.
-HALVES = {"first": [("mamba", PACKED), ("mamba2", UNPACKED), ("hybrid", PACKED), ("delta", PACKED)]}
+HALVES = {"first": [("mamba", PACKED), ("mamba2", UNPACKED), ("hybrid", PACKED), ("delta", PACKED), ("kimi", UNPACKED)]}
 HALVES["other"] = [(model, not packed) for model, packed in HALVES["first"]]
 
 

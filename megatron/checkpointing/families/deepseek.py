@@ -68,20 +68,22 @@ def with_defaults(config: Config, defaults: Config, *nullable: str) -> dict[str,
     return {**defaults, **written}
 
 
-def latent_keys(config: Config, *, interleaved: bool) -> dict[str, Any]:
+def latent_keys(config: Config, *, interleaved: bool | None) -> dict[str, Any]:
     """Returns the NeoX configuration keys for a model with latent attention: sizes, positions, widths.
 
     config: config.json with the defaults of its family.
-    interleaved: whether rotary positions rotate neighbouring dimensions.
+    interleaved: whether rotary positions rotate neighbouring dimensions; None: there are no positions.
     Raises CheckpointError if heads share keys and values."""
     heads = config["num_attention_heads"]
     refuse_unless(config, "num_key_value_heads", heads)
+    positions: dict[str, Any] = {"pos_emb": "none"}
+    if interleaved is not None:
+        positions = {**rope_keys(config, rope_of(config, theta=10000.0)), "rotary_interleaved": interleaved}
     return {
         **common_keys({**config, "num_key_value_heads": heads, "head_dim": None}, config),
-        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **positions,
         **{name: config[name] for name in _WIDTHS},
         "latent_norm_epsilon": _LATENT_EPSILON,
-        "rotary_interleaved": interleaved,
     }
 
 
@@ -92,7 +94,7 @@ def rotates_neighbours(config: Config) -> bool:
 
 def latent_config(args: ModelArgs) -> dict[str, Any]:
     """Returns config.json's fields for a model with latent attention, the inverse of `latent_keys`."""
-    config = {**common_config(args, head_dim=False), **rope_config(args)}
+    config = {**common_config(args, head_dim=False), **(rope_config(args) if args.pos_emb == "rotary" else {})}
     config.pop("head_dim", None)
     return {**config, **{name: getattr(args, name) for name in _WIDTHS}}
 

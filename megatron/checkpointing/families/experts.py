@@ -26,7 +26,7 @@ def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...
     )
 
 
-def _in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+def experts_in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
     """Returns `Family.in_memory`: {name of a stacked tensor in memory: names of each expert's tensors in
     files}.
 
@@ -42,7 +42,9 @@ _MIXTRAL = (_BLOCK + "block_sparse_moe.", "w1", "w3", "w2")
 _QWEN = (_BLOCK + "mlp.", "gate_proj", "up_proj", "down_proj")
 _SHARED = _BLOCK + "mlp.shared_expert."
 MIXTRAL_ROWS = replaced_rows(*_rows(*_MIXTRAL))
-MIXTRAL_IN_MEMORY = {_BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",), **_in_memory(*_MIXTRAL)}
+MIXTRAL_IN_MEMORY = {
+    _BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",), **experts_in_memory(*_MIXTRAL)
+}  # fmt: skip
 # For Qwen and OLMo, whose models may also have dense blocks.
 EXPERT_ROWS = replaced_rows(
     *_rows(*_QWEN),
@@ -52,19 +54,25 @@ EXPERT_ROWS = replaced_rows(
     TensorMapping("mlp.shared_expert.linear2.weight", (f"{_SHARED}down_proj.weight",)),
     TensorMapping("mlp.shared_expert_gate.weight", (_BLOCK + "mlp.shared_expert_gate.weight",)),
 )
-EXPERTS_IN_MEMORY = _in_memory(*_QWEN)
-_SHARED_EXPERTS = _BLOCK + "mlp.shared_experts."
-# For DeepSeek and families with its experts.
-DEEPSEEK_ROWS = (
-    *_rows(*_QWEN),
-    TensorMapping("mlp.router.expert_bias", (_BLOCK + "mlp.gate.e_score_correction_bias",)),
-    TensorMapping(
-        "mlp.shared_expert.linear1.weight",
-        (f"{_SHARED_EXPERTS}up_proj.weight", f"{_SHARED_EXPERTS}gate_proj.weight"),
-        UP_GATE,
-    ),
-    TensorMapping("mlp.shared_expert.linear2.weight", (f"{_SHARED_EXPERTS}down_proj.weight",)),
-)
+EXPERTS_IN_MEMORY = experts_in_memory(*_QWEN)
+
+
+def deepseek_rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
+    """Returns the tensor mappings of DeepSeek's experts: chosen by scores plus biases, beside shared ones.
+
+    block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices."""
+    shared = f"{block}shared_experts."
+    return (
+        *_rows(block, gate, up, down),
+        TensorMapping("mlp.router.expert_bias", (f"{block}gate.e_score_correction_bias",)),
+        TensorMapping(
+            "mlp.shared_expert.linear1.weight", (f"{shared}up_proj.weight", f"{shared}gate_proj.weight"), UP_GATE
+        ),
+        TensorMapping("mlp.shared_expert.linear2.weight", (f"{shared}down_proj.weight",)),
+    )
+
+
+DEEPSEEK_ROWS = deepseek_rows(*_QWEN)
 
 
 class ExpertRows(NamedTuple):

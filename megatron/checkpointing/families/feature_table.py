@@ -10,6 +10,7 @@ from megatron.model.build_specs import has_one_norm, norm_kind
 from megatron.model.specs import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaAttentionSpec,
     LatentAttentionSpec,
     Mamba2Spec,
     MambaSpec,
@@ -94,7 +95,8 @@ def _state_features(args: ModelArgs) -> dict[str, bool]:
     mamba2 = [mixer for mixer in mixers if isinstance(mixer, Mamba2Spec)]
     nets = [mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetSpec)]
     if nets:
-        return {f"Gated DeltaNet in {len(nets)} of {len(mixers)} blocks": True}
+        rule = "Kimi Delta Attention" if isinstance(nets[0], KimiDeltaAttentionSpec) else "Gated DeltaNet"
+        return {f"{rule} in {len(nets)} of {len(mixers)} blocks": True, "no positions": args.pos_emb == "none"}
     if not mamba and not mamba2:
         return {}
     names = {"mamba": "Mamba", "mamba2": "Mamba 2", "attention": "attention", "mlp": "MLP", "moe": "expert"}

@@ -16,6 +16,7 @@ from megatron.checkpointing.families.gpt2 import GPT2
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.gpt_oss import GPT_OSS
 from megatron.checkpointing.families.granite import GRANITE
+from megatron.checkpointing.families.kimi_linear import KIMI_LINEAR
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
 from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from megatron.checkpointing.families.minicpm import MINICPM3
@@ -35,7 +36,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        QWEN3_NEXT, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
+        QWEN3_NEXT, KIMI_LINEAR, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
         MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
@@ -85,7 +86,6 @@ _UNSUPPORTED = {
     "deepseek_v32": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
     "deepseek_v4": ("deepseek_v3", "compressed sparse attention, several residual streams, hashed experts"),
     "kimi_k2": ("deepseek_v3", "remote code; otherwise like DeepSeek V3: set model_type: deepseek_v3 in config.json"),
-    "kimi_linear": ("deepseek_v3", "Kimi Delta Attention in three of four layers, attention without positions"),
     "glm_moe_dsa": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
     "ernie4_5_moe": ("qwen2_moe", "biases of experts, ungated shared experts, interleaved rotary positions"),
     "qwen3_5_text": ("qwen3_next", "a dense MLP in every block, other tensors of linear attention"),

@@ -17,6 +17,7 @@ from megatron.model.specs import (
     DenseSpec,
     FeedForwardSpec,
     GatedDeltaNetSpec,
+    KimiDeltaAttentionSpec,
     Mamba2Spec,
     MambaSpec,
     MixerSpec,
@@ -123,6 +124,8 @@ def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
             widths = 4 * mixer.keys + 4 * mixer.values
             # fp32 copies of queries, keys and values, of the solved system, and matrices of pairs of tokens
             rows = mixer.heads * (4 * mixer.key_dim + 4 * mixer.value_dim)
+            if isinstance(mixer, KimiDeltaAttentionSpec):  # decays of rows of pairs, also in fp64, for each dimension
+                rows += 6 * mixer.keys
             return widths, 4 * (rows + _STATES_AT_ONCE * states + _DECAYS_AT_ONCE * pairs)
     return 0, 0
 

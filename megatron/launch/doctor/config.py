@@ -7,7 +7,7 @@ from megatron.launch.doctor.check import Check, failed
 from megatron.launch.environment import install_root
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs, load
 from megatron.neox_arguments.frozen import as_tuple
-from megatron.neox_arguments.model_args import ATTENTION_BLOCKS
+from megatron.neox_arguments.model_args import ATTENTION_BLOCKS, DELTA_BLOCKS
 from megatron.neox_arguments.reading.presets import files_of
 from megatron.neox_arguments.values.remote_paths import is_remote
 
@@ -79,7 +79,7 @@ def checkpoint_bytes(args: ModelArgs) -> int:
     )
     net = 2 * args.linear_num_key_heads * args.linear_key_head_dim
     net += 3 * args.linear_num_value_heads * args.linear_value_head_dim
-    attention += h * net * kinds.count("gated_delta_net")
+    attention += h * net * sum(kind in DELTA_BLOCKS for kind in kinds)
     matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
     experts += args.moe_shared_expert_intermediate_size or 0
     fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks

@@ -1,7 +1,7 @@
-"""Gated DeltaNet: a mixer that corrects a state of fixed size by the delta rule (arXiv 2412.06464).
+"""Mixers that correct a state of fixed size by the delta rule: Gated DeltaNet, Kimi Delta Attention.
 
-mixer.py holds the module. rule.py computes its recurrence with torch operations. The short convolution, and
+mixer.py holds the modules. rule.py computes its recurrence with torch operations. The short convolution, and
 the inputs besides hidden states, are Mamba's.
 """
 
-from megatron.model.delta.mixer import GatedDeltaNet
+from megatron.model.delta.mixer import GatedDeltaNet, KimiDeltaAttention

@@ -1,7 +1,11 @@
-"""Gated DeltaNet as a mixer of a block: projections, short convolution, and the delta rule over this rank's
-heads."""
+"""Gated DeltaNet and Kimi Delta Attention as mixers of a block.
+
+Both project queries, keys and values, convolve them over a few tokens, and run the delta rule over this
+rank's heads.
+"""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +17,7 @@ from megatron.model.delta.rule import chunk_delta_rule, unit_length
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.mamba.mixers import Convolution, initial_state, recomputed
 from megatron.model.mamba.packages import ScanKernels
-from megatron.model.specs import GatedDeltaNetSpec
+from megatron.model.specs import GatedDeltaNetSpec, KimiDeltaAttentionSpec
 from megatron.mpu import (
     Linear,
     LinearSpec,
@@ -29,17 +33,78 @@ from megatron.neox_arguments import ModelArgs
 def gated_delta_net_spec(args: ModelArgs, block: int) -> GatedDeltaNetSpec | None:
     """Returns the Gated DeltaNet of block number `block`, counted from 0; None if the block has another
     mixer."""
-    if args.attention_config[block] != "gated_delta_net":
-        return None
-    return GatedDeltaNetSpec(
-        hidden=args.hidden_size, key_heads=args.linear_num_key_heads, heads=args.linear_num_value_heads,
-        key_dim=args.linear_key_head_dim, value_dim=args.linear_value_head_dim,
-        conv_kernel=args.linear_conv_kernel_dim, norm_eps=norm_spec(args).eps, chunk=args.linear_chunk_size,
-        fp32_params=args.mamba_selective_fp32_params,
-    )  # fmt: skip
+    return GatedDeltaNetSpec(**_sizes(args)) if args.attention_config[block] == "gated_delta_net" else None
 
 
-class GatedDeltaNet(nn.Module):
+def kimi_delta_attention_spec(args: ModelArgs, block: int) -> KimiDeltaAttentionSpec | None:
+    """Returns the Kimi Delta Attention of block number `block`, counted from 0; None if the block has another
+    mixer."""
+    is_kimi = args.attention_config[block] == "kimi_delta_attention"
+    return KimiDeltaAttentionSpec(**_sizes(args)) if is_kimi else None
+
+
+def _sizes(args: ModelArgs) -> dict[str, Any]:
+    return {
+        "hidden": args.hidden_size, "key_heads": args.linear_num_key_heads, "heads": args.linear_num_value_heads,
+        "key_dim": args.linear_key_head_dim, "value_dim": args.linear_value_head_dim,
+        "conv_kernel": args.linear_conv_kernel_dim, "norm_eps": norm_spec(args).eps, "chunk": args.linear_chunk_size,
+        "fp32_params": args.mamba_selective_fp32_params,
+    }  # fmt: skip
+
+
+class _DeltaMixer(nn.Module):
+    """The parts that both mixers share: convolution, scan, and the norm of its output."""
+
+    in_proj: Linear
+    conv1d: "Convolution"
+    scan: "DeltaScan"
+    norm: "_GatedHeadNorm"
+    dt_bias: nn.Parameter
+    A_log: nn.Parameter
+
+    def __init__(self, spec: GatedDeltaNetSpec, groups: ParallelGroups) -> None:
+        super().__init__()
+        size = groups.size("tensor")
+        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
+        self.convolved = (spec.keys // size, spec.keys // size, spec.values // size)
+
+    @staticmethod
+    def state_shapes(spec: GatedDeltaNetSpec, size: int, dtype: torch.dtype) -> StateShapes:
+        """Returns the shapes of the cache that one tensor rank keeps for each text in generation.
+
+        size: number of tensor ranks. dtype: of the weights; states are fp32.
+        """
+        channels = (2 * spec.keys + spec.values) // size
+        state = (spec.heads // size, spec.key_dim, spec.value_dim)
+        return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32)
+
+    def read(
+        self,
+        qkv: Tensor,
+        log_decay: Tensor,
+        rate: Tensor,
+        inputs: StateInputs,
+        cache: StateCache | None,
+    ) -> Tensor:
+        """Returns what queries read from the states, fp32 `[seq, batch, heads/T, value_dim]`.
+
+        qkv: projected queries, keys and values, before the convolution.
+        log_decay, rate: as in `model.delta.rule`; rate before the sigmoid.
+        """
+        q, k, v = self.conv1d(qkv, inputs, cache).split(self.convolved, dim=-1)
+        q, k = (unit_length(part.unflatten(2, (-1, self.key_dim))) for part in (q, k))
+        q, v, rate = q * self.key_dim**-0.5, v.unflatten(2, (-1, self.value_dim)), rate.float().sigmoid()
+        if inputs.filled is not None:  # padding changes no state
+            padding = ~inputs.filled.unsqueeze(2)
+            rate = rate.masked_fill(padding, 0.0)
+            log_decay = log_decay.masked_fill(padding if log_decay.dim() == 3 else padding.unsqueeze(3), 0.0)
+        y, last = self.scan(q, k, v, log_decay, rate, inputs.documents, initial_state(cache, inputs, torch.float32))
+        if cache is not None:
+            cache.put_state(last)
+        return y
+
+
+class GatedDeltaNet(_DeltaMixer):
     """Gated DeltaNet over this rank's heads; input and output are `[seq, batch, hidden]`.
 
     Parameters are named as in HuggingFace's Qwen 3-Next: `in_proj` (rows of queries, keys, values, the gate
@@ -52,8 +117,6 @@ class GatedDeltaNet(nn.Module):
     Spec = GatedDeltaNetSpec
     spec = staticmethod(gated_delta_net_spec)
     module_name = "mixer"
-    dt_bias: nn.Parameter
-    A_log: nn.Parameter
 
     def __init__(
         self,
@@ -63,11 +126,9 @@ class GatedDeltaNet(nn.Module):
         *,
         backends: ScanKernels,
     ) -> None:
-        super().__init__()
-        size = groups.size("tensor")
-        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
-        keys, values, heads = spec.keys // size, spec.values // size, spec.heads // size
-        self.convolved, self.projected = (keys, keys, values), (2 * keys + values, values, heads, heads)
+        super().__init__(spec, groups)
+        values, heads = spec.values // groups.size("tensor"), spec.heads // groups.size("tensor")
+        self.projected = (sum(self.convolved), values, heads, heads)
         own_params, conv, norm = self._own_params(spec)
         allocate(self, own_params, groups)
         in_spec, out = self._linears(spec)
@@ -112,16 +173,6 @@ class GatedDeltaNet(nn.Module):
             *with_prefix("out_proj", out),
         )
 
-    @staticmethod
-    def state_shapes(spec: GatedDeltaNetSpec, size: int, dtype: torch.dtype) -> StateShapes:
-        """Returns the shapes of the cache that one tensor rank keeps for each text in generation.
-
-        size: number of tensor ranks. dtype: of the weights; states are fp32.
-        """
-        channels = (2 * spec.keys + spec.values) // size
-        state = (spec.heads // size, spec.key_dim, spec.value_dim)
-        return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32)
-
     @property
     def output(self) -> Linear:
         return self.out_proj
@@ -142,18 +193,109 @@ class GatedDeltaNet(nn.Module):
         adapter_seed: not used, since the mixer has no adapters.
         """
         qkv, z, rate, step = self.in_proj(x).split(self.projected, dim=-1)
-        q, k, v = self.conv1d(qkv, inputs, cache).split(self.convolved, dim=-1)
-        q, k = (unit_length(part.unflatten(2, (-1, self.key_dim))) for part in (q, k))
-        q, v, z = q * self.key_dim**-0.5, v.unflatten(2, (-1, self.value_dim)), z.unflatten(2, (-1, self.value_dim))
-        rate = rate.float().sigmoid()
         log_decay = -torch.exp(self.A_log.float()) * F.softplus(step.float() + self.dt_bias.float())
-        if inputs.filled is not None:  # padding changes no state
-            rate, log_decay = (part.masked_fill(~inputs.filled.unsqueeze(2), 0.0) for part in (rate, log_decay))
-        initial = initial_state(cache, inputs, torch.float32)
-        y, last = self.scan(q, k, v, log_decay, rate, inputs.documents, initial)
-        if cache is not None:
-            cache.put_state(last)
-        return self.norm(y, z).flatten(2).to(x.dtype)
+        y = self.read(qkv, log_decay, rate, inputs, cache)
+        return self.norm(y, F.silu(z.unflatten(2, (-1, self.value_dim)).float())).flatten(2).to(x.dtype)
+
+
+class KimiDeltaAttention(_DeltaMixer):
+    """Kimi Delta Attention over this rank's heads; input and output are `[seq, batch, hidden]`.
+
+    Each dimension of a key has its decay. Decays and the gate come from projections of low rank, whose
+    first halves (f_a_proj, g_a_proj) each tensor rank computes for all tokens, or for its part of the
+    sequence under sequence parallelism.
+
+    Parameters are named as in HuggingFace's Kimi Linear: `in_proj` (rows of queries, keys, values, rates),
+    `conv1d` over queries, keys and values, `f_a_proj` and `f_b_proj` of decays, `dt_bias` `[keys]`, `A_log`
+    `[heads]`, `g_a_proj` and `g_b_proj` of the gate, `norm.weight` `[value_dim]`, `out_proj`.
+    """
+
+    Spec = KimiDeltaAttentionSpec
+    spec = staticmethod(kimi_delta_attention_spec)
+    module_name = "mixer"
+    f_a_proj: Linear
+    f_b_proj: Linear
+    g_a_proj: Linear
+    g_b_proj: Linear
+    out_proj: Linear
+
+    def __init__(
+        self,
+        spec: KimiDeltaAttentionSpec,
+        groups: ParallelGroups,
+        sequence_parallel: bool = False,
+        *,
+        backends: ScanKernels,
+    ) -> None:
+        super().__init__(spec, groups)
+        self.projected = (sum(self.convolved), spec.heads // groups.size("tensor"))
+        own_params, conv, norm = self._own_params(spec)
+        allocate(self, own_params, groups)
+        for name, linear in self._linears(spec).items():
+            setattr(self, name, Linear(linear, groups, sequence_parallel))
+        self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
+        self.scan = DeltaScan(spec.chunk)
+        self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
+
+    @staticmethod
+    def _own_params(
+        spec: KimiDeltaAttentionSpec,
+    ) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
+        keys, heads = (spec.keys,), (spec.heads,)
+        return (
+            (
+                ParamSpec("dt_bias", keys, 0, keys, "time_step"),
+                ParamSpec("A_log", heads, 0, heads, "log_of_uniform", precise=spec.fp32_params),
+            ),
+            Convolution.params((spec.keys, spec.keys, spec.values), spec.conv_kernel, bias=False),
+            (ParamSpec("weight", (spec.value_dim,), init="ones"),),
+        )
+
+    @staticmethod
+    def _linears(spec: KimiDeltaAttentionSpec) -> dict[str, LinearSpec]:
+        rows = (spec.keys, spec.keys, spec.values, spec.heads)
+        return {
+            "in_proj": LinearSpec(spec.hidden, sum(rows), "column", False, rows),
+            "f_a_proj": LinearSpec(spec.hidden, spec.key_dim, "none", False),
+            "f_b_proj": LinearSpec(spec.key_dim, spec.keys, "column", False),
+            "g_a_proj": LinearSpec(spec.hidden, spec.value_dim, "none", False),
+            "g_b_proj": LinearSpec(spec.value_dim, spec.values, "column", False),
+            "out_proj": LinearSpec(spec.values, spec.hidden, "row", False),
+        }
+
+    @classmethod
+    def params(cls, spec: KimiDeltaAttentionSpec) -> tuple[ParamSpec, ...]:
+        """Returns the specs of the parameters that the constructor allocates."""
+        own_params, conv, norm = cls._own_params(spec)
+        linears = {name: linear.params() for name, linear in cls._linears(spec).items()}
+        parts = {**linears, "conv1d": conv, "norm": norm}
+        return (*own_params, *(param for name, specs in parts.items() for param in with_prefix(name, specs)))
+
+    @property
+    def output(self) -> Linear:
+        return self.out_proj
+
+    def core(
+        self,
+        x: Tensor,
+        inputs: StateInputs,
+        seed: Tensor | None = None,
+        cache: StateCache | None = None,
+        adapter_seed: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the mixer without `out_proj`: `[seq, batch, hidden]` to `[seq, batch, heads/T *
+        value_dim]`.
+
+        seed: not used, since the mixer has no dropout.
+        cache: the state of earlier tokens in generation; None in training.
+        adapter_seed: not used, since the mixer has no adapters.
+        """
+        qkv, rate = self.in_proj(x).split(self.projected, dim=-1)
+        step = F.softplus(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias.float())
+        log_decay = -torch.exp(self.A_log.float()).unsqueeze(1) * step.unflatten(2, (-1, self.key_dim))
+        y = self.read(qkv, log_decay, rate, inputs, cache)
+        gate = self.g_b_proj(self.g_a_proj(x)).unflatten(2, (-1, self.value_dim))
+        return self.norm(y, gate.float().sigmoid()).flatten(2).to(x.dtype)
 
 
 class DeltaScan(nn.Module):
@@ -183,7 +325,7 @@ class DeltaScan(nn.Module):
 
 
 class _GatedHeadNorm(nn.Module):
-    """Computes RMSNorm of each head of y, times `weight`, which all heads share, times silu(z), in fp32."""
+    """Computes RMSNorm of each head of y, times `weight`, which all heads share, times a gate, in fp32."""
 
     weight: nn.Parameter
 
@@ -192,7 +334,7 @@ class _GatedHeadNorm(nn.Module):
         self.group, self.eps = groups.group("tensor"), eps
         allocate(self, params, groups)
 
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Returns the gated norm of y in fp32. y, z: `[seq, batch, heads/T, value_dim]`."""
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Returns the gated norm of y in fp32. y, gate: fp32 `[seq, batch, heads/T, value_dim]`."""
         weight = copy_to_tensor(self.weight, self.group).float()
-        return F.rms_norm(y, self.weight.shape, None, self.eps) * weight * F.silu(z.float())
+        return F.rms_norm(y, self.weight.shape, None, self.eps) * weight * gate

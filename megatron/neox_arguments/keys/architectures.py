@@ -166,7 +166,7 @@ class MambaKeys:
     mamba_inner_func_fusion: bool = key(False, "Fused mixer", no_effect=_MAMBA_KERNELS)
     mamba_selective_fp32_params: bool = key(
         True,
-        "Keep A_log and D, also of Gated DeltaNet, in fp32 beside 16-bit weights; engine native. DeepSpeed "
+        "Keep A_log and D, also of delta rules, in fp32 beside 16-bit weights; engine native. DeepSpeed "
         "keeps fp32 masters but rounds them for use, and says so",
     )
     mamba_use_bias_in_conv: bool = key(True, "Bias of the convolution")
@@ -209,18 +209,22 @@ class MambaKeys:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNetKeys:
-    """Configuration keys of Gated DeltaNet, the block `gated_delta_net`, by HuggingFace's names."""
+class DeltaRuleKeys:
+    """Configuration keys of the blocks gated_delta_net and kimi_delta_attention, by HuggingFace's names."""
 
-    linear_num_key_heads: int = new_key(16, "Gated DeltaNet: heads of queries and keys", ge=1)
-    linear_num_value_heads: int = new_key(
-        32, "Gated DeltaNet: heads, each with a state; a multiple of linear_num_key_heads", ge=1
+    linear_num_key_heads: int = new_key(
+        16, "Delta rules: heads of queries and keys; kimi_delta_attention: of values too", ge=1
     )
-    linear_key_head_dim: int = new_key(128, "Gated DeltaNet: width of a head's queries and keys", ge=1)
-    linear_value_head_dim: int = new_key(128, "Gated DeltaNet: width of a head's values", ge=1)
-    linear_conv_kernel_dim: int = new_key(4, "Gated DeltaNet: width of the causal convolution, in tokens", ge=1)
+    linear_num_value_heads: int = new_key(
+        32, "Delta rules: heads, each with a state; a multiple of linear_num_key_heads", ge=1
+    )
+    linear_key_head_dim: int = new_key(
+        128, "Delta rules: width of a head's queries and keys; kimi_delta_attention: of values too", ge=1
+    )
+    linear_value_head_dim: int = new_key(128, "Delta rules: width of a head's values", ge=1)
+    linear_conv_kernel_dim: int = new_key(4, "Delta rules: width of the causal convolution, in tokens", ge=1)
     linear_chunk_size: int = new_key(
-        64, "Gated DeltaNet: tokens per chunk of the scan; changes results only by rounding", ge=1
+        64, "Delta rules: tokens per chunk of the scan; changes results only by rounding", ge=1
     )
 
 

@@ -25,10 +25,10 @@ def validate_latent_attention(args: ResolvedArgs, problems: ErrorCollector) -> N
         return
     if not args.attends:
         problems.add(_KEY, "no block of attention_config has attention; remove it")
-    if args.pos_emb != "rotary":
-        problems.add(_KEY, f"needs pos_emb: rotary, not {args.cite('pos_emb')}")
+    if args.pos_emb not in ("rotary", "none"):
+        problems.add(_KEY, f"needs pos_emb: rotary or none, not {args.cite('pos_emb')}")
     assert args.qk_nope_head_dim is not None and args.qk_rope_head_dim is not None
-    if args.qk_rope_head_dim % 2:
+    if args.qk_rope_head_dim % 2 and args.pos_emb == "rotary":
         problems.add("qk_rope_head_dim", f"{args.qk_rope_head_dim} must be even: rotary positions rotate pairs")
     width = args.qk_nope_head_dim + args.qk_rope_head_dim
     if args.head_dim != width:

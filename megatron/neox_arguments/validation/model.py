@@ -5,6 +5,7 @@ import re
 
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
+from megatron.neox_arguments.model_args import DELTA_BLOCKS
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.delta import validate_delta_nets
 from megatron.neox_arguments.validation.experts import validate_experts
@@ -276,8 +277,8 @@ def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("seq_length", f"{problem}; use longer rows, or a lower context_parallel_size")
     if "mamba" in args.attention_config:
         problems.add("attention_config", f"mamba blocks need full rows, which {place} divides; set it to 1, or mamba2")
-    if "gated_delta_net" in args.attention_config:
-        problems.add("context_parallel_size", "gated_delta_net blocks need full rows, which it divides; set it to 1")
+    if nets := sorted({*DELTA_BLOCKS} & {*args.attention_config}):
+        problems.add("context_parallel_size", f"{nets[0]} blocks need full rows, which it divides; set it to 1")
     if args.moe_num_experts > 1 and args.moe_router_type == "sinkhorn":
         problems.add("moe_router_type", f"sinkhorn balances all tokens of a row, which {place} divides; set topk")
     if args.moe_num_experts > 1 and args.moe_expert_capacity_factor is not None:

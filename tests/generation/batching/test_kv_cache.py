@@ -105,7 +105,7 @@ def test_bf16(name: str) -> None:
     error = max(float((a - b).abs().max()) for a, b in zip(rounded, exact, strict=True))
     assert max(float((a - b).abs().max()) for a, b in zip(cached, exact, strict=True)) < 1.5 * error
     if name in STATE_MODELS:
-        if name != "delta":
+        if name not in ("delta", "kimi"):
             narrow = logprobs_of(random_model({**values, "mamba_state_fp32": False}))
             assert all(logprobs.isfinite().all() for logprobs in narrow)
         return

@@ -42,7 +42,7 @@ def separate_results() -> dict[str, list[tuple]]:
 
 @pytest.mark.parametrize(("name", "rows", "chunk"),
                          [("mamba", 3, 7), ("mamba 2", 5, 2), ("hybrid", 3, 7), ("hybrid", 10, 1024),
-                          ("delta", 3, 7)])  # fmt: skip
+                          ("delta", 3, 7), ("kimi", 10, 7)])  # fmt: skip
 def test_together_as_alone(name: str, rows: int, chunk: int, separate_results: dict[str, list[tuple]]) -> None:
     """Slots go from one request to the next; prompts are read in chunks, shorter than the convolution too."""
     batcher = Batcher(model_of(name), maximum_rows=rows)
