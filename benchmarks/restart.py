@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,43 +25,38 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.stopping import DATA, MODEL  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
+from megatron.process.spare import WAITING  # noqa: E402
 
 STEPS_PER_KILL = 30
 # Of --share: a kill comes KILL_OFFSET steps after a validation, and is over STEPS_WATCHED new steps later.
 STEPS_PER_FAULT, KILL_OFFSET, STEPS_WATCHED, LOCAL_SAVE_INTERVAL = 300, 10, 40, 5
-WAITING_S = 1.0  # a spare that has used no processor time for so long waits
 
 
-def ranks_of(launcher: int) -> dict[int, list[int]]:
-    """Returns the processes of each rank in order of their start; a spare is the second one."""
-    pids: dict[int, list[int]] = {}
+def processes_of(launcher: int) -> tuple[dict[int, int], list[int]]:
+    """Returns the process number of each rank, and those of spares that wait."""
+    ranks: dict[int, int] = {}
+    spares = []
     for text in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        match = re.search(rb"\0RANK=(\d+)", Path(f"/proc/{text}/environ").read_bytes())
-        if match:
-            pids.setdefault(int(match[1]), []).append(int(text))
-    return {rank: sorted(rank_pids, key=_start_time) for rank, rank_pids in pids.items()}
+        try:
+            match = re.search(rb"\0RANK=(\d+)", Path(f"/proc/{text}/environ").read_bytes())
+        except OSError:  # it has ended, or is ending
+            continue
+        if match and Path(f"/proc/{text}/comm").read_text().strip() == WAITING:
+            spares.append(int(text))
+        elif match:
+            ranks[int(match[1])] = int(text)
+    return ranks, spares
 
 
-def _start_time(pid: int) -> int:
-    return int(_stat(pid)[19])
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-class _Idle:
-    """Tells whether processes have used no processor time for WAITING_S."""
-
-    def __init__(self) -> None:
-        self._ticks, self._idle_from = -1, time.monotonic()
-
-    def look(self, pids: Sequence[int]) -> bool:
-        """Returns whether they have waited since an earlier look at least WAITING_S ago."""
-        ticks = sum(int(_stat(pid)[place]) for pid in pids for place in (11, 12))
-        if ticks != self._ticks:
-            self._ticks, self._idle_from = ticks, time.monotonic()
-        return time.monotonic() - self._idle_from > WAITING_S
+@contextmanager
+def _killed_on_error(process: "subprocess.Popen[str]") -> Iterator["subprocess.Popen[str]"]:
+    """Kills the process if the block raises, and waits for its end."""
+    with process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _memory_gb(pid: int) -> float:
@@ -76,9 +72,11 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
             "seq_length": 64, "max_position_embeddings": 64}  # fmt: skip
     (folder / "run.yml").write_text(json.dumps({**MODEL, **keys}))
     command = [sys.executable, "-u", "deepy.py", "--num_gpus", "2", "train.py", str(folder / "run.yml")]
-    seconds, memory, num_steps, idle = [], 0.0, 0, _Idle()
+    seconds, memory, num_steps = [], 0.0, 0
     killed_at: float | None = None
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with _killed_on_error(
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not re.search(r"iteration +\d+/", line):
@@ -91,11 +89,10 @@ def measure(folder: Path, kills: int, spare_ranks: bool) -> tuple[list[float], f
                     process.send_signal(signal.SIGUSR1)
             if num_steps < STEPS_PER_KILL or killed_at is not None or len(seconds) == kills:
                 continue
-            ranks = ranks_of(process.pid)
-            spares = [pid for pids in ranks.values() for pid in pids[1:]]
-            if not spare_ranks or len(spares) == len(ranks) and idle.look(spares):
+            ranks, spares = processes_of(process.pid)
+            if not spare_ranks or len(spares) == len(ranks):
                 memory = max((_memory_gb(pid) for pid in spares), default=0.0)
-                os.kill(ranks[1][0], signal.SIGKILL)
+                os.kill(ranks[1], signal.SIGKILL)
                 killed_at = time.monotonic()
     if process.returncode != 0 or len(seconds) != kills:
         sys.exit(f"restart.py: the run ended with code {process.returncode} after {len(seconds)} restarts")
@@ -117,8 +114,8 @@ def times_of_run(folder: Path, kills: int) -> tuple[list[float], str]:
     times: list[float] = []
     last_line, kills_so_far = "", 0
     try:
-        with subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        with _killed_on_error(
+            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -128,7 +125,7 @@ def times_of_run(folder: Path, kills: int) -> tuple[list[float], str]:
                     continue
                 times.append(time.monotonic())
                 if kills_so_far < kills and len(times) == STEPS_PER_FAULT * (kills_so_far + 1) + KILL_OFFSET:
-                    os.kill(ranks_of(process.pid)[0][0], signal.SIGKILL)
+                    os.kill(processes_of(process.pid)[0][0], signal.SIGKILL)
                     kills_so_far += 1
     finally:
         shutil.rmtree(memory, ignore_errors=True)

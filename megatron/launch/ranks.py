@@ -23,13 +23,47 @@ WORTH_READING = re.compile(rb"^(\[rank\d+\]: )?(Traceback|Fatal Python error:|Ti
 TAIL_BYTES = 64 * 1024
 
 
+class AdoptedProcess:
+    """A child of this process that another process started, with the part of Popen that a launcher needs.
+
+    returncode: as Popen's; None while it runs.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.poll()  # raises ChildProcessError if it is no child of this process
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative if a signal ended it; None while it runs."""
+        return self._waited(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Waits for the end of the process, and returns its exit code."""
+        return self._waited(0)
+
+    def _waited(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants whose parents end. Does nothing outside Linux."""
+    if sys.platform == "linux":
+        PR_SET_CHILD_SUBREAPER = 36
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
 @dataclass
 class Rank:
     """A rank's child process, the last part of its output, and signs of failure found in that output."""
 
     index: int
     world_size: int
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | AdoptedProcess"
     output: int  # file descriptor we read
     log: LogFile
     tail: bytes = b""
@@ -126,10 +160,8 @@ def start_rank(
 ) -> Rank:
     """Starts one rank in its own session. Its stdout and stderr go into one stream, which the caller must
     read. descriptors: open files that it inherits."""
-    terminal = index == 0 and os.isatty(sys.stdout.fileno())
+    terminal, reader, writer = open_output(index)
     env = {**env, TERMINAL_LOG: str(log.path) if terminal else ""}
-    reader, writer = _terminal() if terminal else os.pipe()
-    os.set_blocking(reader, False)
     try:
         process = subprocess.Popen(
             list(command), env=dict(env), stdin=None if index == 0 else subprocess.DEVNULL, stdout=writer,
@@ -142,6 +174,17 @@ def start_rank(
     finally:
         os.close(writer)
     return Rank(index, world_size, process, reader, log, splitter=OutputSplitter() if terminal else None)
+
+
+def open_output(index: int) -> tuple[bool, int, int]:
+    """Opens a stream for the output of rank `index`.
+
+    Returns (whether it is a terminal, the end to read from, which never blocks, the rank's end).
+    """
+    terminal = index == 0 and os.isatty(sys.stdout.fileno())
+    reader, writer = _terminal() if terminal else os.pipe()
+    os.set_blocking(reader, False)
+    return terminal, reader, writer
 
 
 def _terminal() -> tuple[int, int]:

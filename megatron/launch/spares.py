@@ -1,47 +1,77 @@
-"""Keeps spares beside the ranks of a run with `max_restarts`: processes that wait to become its next ranks.
+"""Keeps spares beside the ranks of a run with `max_restarts`: processes that make the run's next ranks.
 
 A spare has imported everything that a rank imports, which takes most of a start. It holds no model and has no
-connection to other ranks. Its program is `megatron.process.spare`.
+connection to other ranks. It forks itself for each start, or becomes the rank where a fork would not work.
+Its program is `megatron.process.spare`.
 """
 
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron.launch.ranks import Rank, start_rank
+from megatron.launch.ranks import AdoptedProcess, Rank, adopt_orphans, open_output, start_rank
 from megatron.process import LogFile, say
-from megatron.process.spare import IMPORTS
+from megatron.process.spare import FORKS, IMPORTS
+from megatron.process.terminal import OutputSplitter
 
 # Nothing of megatron is imported before `sys.path` is the rank's: it may have its package from elsewhere.
 _PROGRAM = (
     "import json, sys; report = json.load(open({imports!r})); sys.path[:] = report['path']; "
     "from megatron.process.spare import wait; wait({script!r}, sys.argv[1:], report, {orders})"
 )
+_FORK_S = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Spare:
     """A waiting process.
 
-    environment: variables it was started with. orders: descriptor to which its rank's variables are written.
-    started_ns: time of its start, in ns since 1970.
+    environment: variables it was started with. orders: to this socket its ranks' variables are written.
+    started_ns: time of its start, in ns since 1970. report: what it sent after its imports.
     """
 
     rank: Rank
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    orders: int
+    orders: socket.socket
     started_ns: int
+    report: bytes = b""
+
+    def forks(self) -> bool:
+        """Returns whether it has imported all and forks itself for each rank."""
+        if not self.report:
+            with suppress(BlockingIOError):
+                self.report = self.orders.recv(1, socket.MSG_DONTWAIT)
+        return self.report == FORKS
+
+    def fork(self, order: bytes, log: LogFile) -> Rank:
+        """Returns a rank that it forks. Raises OSError if it has ended or does not answer."""
+        terminal, reader, writer = open_output(self.rank.index)
+        try:
+            self.orders.settimeout(_FORK_S)
+            socket.send_fds(self.orders, [order], [writer])
+            with self.orders.makefile("rb") as answers:
+                pid = answers.readline()
+            process = AdoptedProcess(int(pid))
+        except (OSError, ValueError) as problem:
+            os.close(reader)
+            raise OSError(f"a spare made no process: {problem}") from problem
+        finally:
+            os.close(writer)
+        splitter = OutputSplitter() if terminal else None
+        return Rank(self.rank.index, self.rank.world_size, process, reader, log, splitter=splitter)
 
     def end(self) -> None:
         """Kills the process and closes its streams."""
-        os.close(self.orders)
+        self.orders.close()
         self.rank.signal_group(signal.SIGKILL)
         self.rank.process.wait()
         os.close(self.rank.output)
@@ -56,9 +86,18 @@ class SpareRanks:
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="neox_spares_")  # not log_dir, which machines may share
+        adopt_orphans()  # forks of spares, whose parents end at once
         self._num_starts = 0
         self._spares: dict[int, _Spare] = {}  # by index of their rank
         self._has_failed = False
+
+    def _bury_orphans(self) -> None:
+        """Waits for ended processes that ranks had started, and that are children of this one now."""
+        spares = {spare.rank.process.pid for spare in self._spares.values()}
+        with suppress(OSError):  # outside Linux there are none
+            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            for pid in {int(child) for child in children} - spares:
+                os.waitpid(pid, os.WNOHANG)
 
     @property
     def _imports(self) -> Path:
@@ -69,26 +108,33 @@ class SpareRanks:
         """Returns the environment variable that makes a rank of the next start tell its imports, after its
         first step."""
         self._num_starts += 1
+        self._bury_orphans()
         return {IMPORTS: str(self._imports)}
 
     def take(self, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank | None:
-        """Returns a spare that begins to run as the rank of `env`; None if none waits for this rank."""
-        spare = self._spares.pop(int(env["RANK"]), None)
+        """Returns the rank of `env`, made by its spare, which begins to run; None if none waits for it."""
+        index = int(env["RANK"])
+        spare = self._spares.get(index)
         if spare is None:
             return None
         if spare.command != tuple(command) or _code_changed_at(Path(spare.command[2])) > spare.started_ns:
-            spare.end()
+            self._spares.pop(index).end()
             return None
         variables = {name: text for name, text in env.items() if spare.environment.get(name) != text}
+        order = (json.dumps(variables) + "\n").encode()
         try:
-            os.write(spare.orders, (json.dumps(variables) + "\n").encode())
-        except BrokenPipeError:
-            say(f"deepy.py: the process that waited to become rank {env['RANK']} has ended; another one is started")
-            spare.end()
+            if spare.forks():
+                rank = spare.fork(order, log)
+            else:
+                spare.orders.sendall(order)
+                rank = self._spares.pop(index).rank
+                spare.orders.close()
+        except OSError:
+            say(f"deepy.py: the process that waited to become rank {index} has ended; another one is started")
+            self._spares.pop(index).end()
             return None
-        os.close(spare.orders)
-        spare.rank.log, spare.rank.world_size = log, int(env["WORLD_SIZE"])
-        return spare.rank
+        rank.log, rank.world_size = log, int(env["WORLD_SIZE"])
+        return rank
 
     def renew(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], ranks: Sequence[Rank]) -> None:
         """Starts a spare for each rank that has none, once a rank has told its imports."""
@@ -111,17 +157,17 @@ class SpareRanks:
     def _start(self, command: Sequence[str], env: Mapping[str, str], rank: Rank) -> _Spare:
         python, unbuffered, script, *words = command
         env = {name: text for name, text in env.items() if name != IMPORTS}  # it is told when it becomes a rank
-        reader, writer = os.pipe()
-        program = _PROGRAM.format(script=script, imports=str(self._imports), orders=reader)
+        launcher_end, spare_end = socket.socketpair()
+        program = _PROGRAM.format(script=script, imports=str(self._imports), orders=spare_end.fileno())
         waiting, started_ns = (python, unbuffered, "-P", "-c", program, *words), time.time_ns()
         try:
-            spare = start_rank(rank.index, rank.world_size, waiting, env, rank.log, descriptors=(reader,))
+            spare = start_rank(rank.index, rank.world_size, waiting, env, rank.log, descriptors=(spare_end.fileno(),))
         except BaseException:
-            os.close(writer)
+            launcher_end.close()
             raise
         finally:
-            os.close(reader)
-        return _Spare(spare, tuple(command), env, writer, started_ns)
+            spare_end.close()
+        return _Spare(spare, tuple(command), env, launcher_end, started_ns)
 
 
 def _code_changed_at(script: Path) -> int:

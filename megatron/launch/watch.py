@@ -142,6 +142,8 @@ def watch_ranks(
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 spare = spares.take(command, env, log) if spares is not None else None
                 ranks.append(spare or start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
+            if spares is not None and not attempt.may_restart:
+                spares.close()
             outcome = _watch(ranks, received, _Screen(attempt.may_restart, attempt.silent), peers, renew)
             return replace(outcome, signal=received[0]) if received else outcome
         finally:
