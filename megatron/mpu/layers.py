@@ -34,6 +34,7 @@ class LinearSpec:
         empty: a single block.
     bias_sum_over_tensor: each tensor rank's file holds one summand of the bias; the bias is their sum.
     projections: rows of each fused projection, if they repeat along the rows; empty: `blocks`.
+    head_rows: rows of each matrix of an attention head, if they repeat along the rows; empty: not of heads.
     adapters: its low-rank adapters; None: none.
     """
 
@@ -44,6 +45,7 @@ class LinearSpec:
     blocks: tuple[int, ...] = ()
     bias_sum_over_tensor: bool = False
     projections: tuple[int, ...] = ()
+    head_rows: tuple[int, ...] = ()
     adapters: Adapters | None = None
 
     def params(self) -> tuple[ParamSpec, ...]:
@@ -70,7 +72,7 @@ class LinearSpec:
         weight = ParamSpec(
             "weight", shape, axis, split_sizes, "output" if self.parallel == "row" else "input", weight_decay=True
         )
-        weight = replace(weight, projections=self.projections or self.blocks)
+        weight = replace(weight, projections=self.projections or self.blocks, head_rows=self.head_rows)
         bias = ParamSpec("bias", shape[:1], 0, parts) if column else ParamSpec("bias", shape[:1])
         return (weight, replace(bias, sum_over_tensor=self.bias_sum_over_tensor)) if self.bias else (weight,)
 

@@ -37,6 +37,8 @@ class ParamSpec:
     tied: the output layer on the last pipeline stage uses this parameter too.
     projections: rows of each fused projection, in order; the pattern repeats along the rows. Empty: not
         fused.
+    head_rows: rows of each matrix of an attention head, in order; the pattern repeats along the rows. Empty:
+        they are not of heads.
     experts: number of experts stacked along the rows, with equally many rows each; expert parallelism shards
         them.
     transposed: its matrices are stored as `[in, out]` instead of `[out, in]`.
@@ -54,6 +56,7 @@ class ParamSpec:
     shared: bool = False
     tied: bool = False
     projections: tuple[int, ...] = ()
+    head_rows: tuple[int, ...] = ()
     experts: int | None = None
     transposed: bool = False
     trained: bool = True

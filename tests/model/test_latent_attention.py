@@ -119,7 +119,7 @@ def test_parameters_of_deepseek_v3s_attention() -> None:
     ({"head_dim": 12}, "head_dim: is qk_nope_head_dim + qk_rope_head_dim = 10"),
     ({"rotary_pct": 0.5}, "rotary_pct: qk_rope_head_dim says what is rotated"),
     ({"num_kv_heads": 2}, "num_kv_heads: heads share no keys and values"),
-    ({"pos_emb": "alibi"}, "kv_lora_rank: needs pos_emb: rotary, not alibi"),
+    ({"pos_emb": "alibi"}, "kv_lora_rank: needs pos_emb: rotary or none, not alibi"),
     ({"clip_qkv": 2.0}, "clip_qkv: does not work with kv_lora_rank"),
     ({"attention_sinks": True}, "attention_sinks: does not work with kv_lora_rank"),
     ({"attention_output_gate": True}, "attention_output_gate: does not work with kv_lora_rank"),

@@ -76,16 +76,18 @@ class LatentAttention(HeadAttention):
     def _linears(spec: LatentAttentionSpec) -> dict[str, LinearSpec]:
         queries, expanded = spec.heads * spec.head_dim, spec.heads * (spec.nope_dim + spec.v_head_dim)
         if spec.query_latent is None:
-            linears = {"query": LinearSpec(spec.hidden, queries, "column", False)}
+            linears = {"query": LinearSpec(spec.hidden, queries, "column", False, head_rows=(spec.head_dim,))}
         else:
             linears = {
                 "query_down": LinearSpec(spec.hidden, spec.query_latent, "none", spec.bias),
-                "query_up": LinearSpec(spec.query_latent, queries, "column", False),
+                "query_up": LinearSpec(spec.query_latent, queries, "column", False, head_rows=(spec.head_dim,)),
             }
         return {
             **linears,
             "latent_down": LinearSpec(spec.hidden, spec.latent + spec.rope_dim, "none", spec.bias),
-            "latent_up": LinearSpec(spec.latent, expanded, "column", False),
+            "latent_up": LinearSpec(
+                spec.latent, expanded, "column", False, head_rows=(spec.nope_dim, spec.v_head_dim)
+            ),
             "dense": LinearSpec(
                 spec.heads * spec.v_head_dim, spec.hidden, "row", spec.output_bias,
                 bias_sum_over_tensor=spec.parallel_residual,

@@ -88,7 +88,10 @@ class SelfAttention(HeadAttention):
         names, pattern, rows = ("q_proj", "k_proj", "v_proj"), head_blocks or blocks, query + 2 * kv
         split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, pattern_sharded=not alternating)
         return (
-            LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=head_blocks, adapters=split),
+            LinearSpec(
+                spec.hidden, rows, "column", spec.bias, blocks, projections=head_blocks, head_rows=(spec.head_dim,),
+                adapters=split,
+            ),
             LinearSpec(
                 spec.heads * spec.head_dim, spec.hidden, "row", spec.output_bias,
                 bias_sum_over_tensor=spec.parallel_residual,

@@ -28,6 +28,11 @@ class OptimizerParams:
         "Muon: learning-rate factor of a matrix, by torch's names. original: sqrt(max(1, rows / columns)); "
         "match_rms_adamw (when unset): 0.2 sqrt(max(rows, columns)), so lr and weight_decay can be AdamW's",
     )
+    per_head: bool = new_key(
+        None,
+        "Muon: orthogonalize each head's queries, keys and values by themselves, as GLM 5's Muon Split; false when "
+        "unset",
+    )
     adamw_lr: float = new_key(
         None,
         "Muon: peak learning rate for the parameters under AdamW (all but matrices of blocks); lr when unset",

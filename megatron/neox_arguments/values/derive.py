@@ -17,7 +17,8 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "Adam": _ADAM, "AdamW": _ADAM, "CPU_Adam": _ADAM, "CPU_Torch_Adam": _ADAM, "SGD": {"momentum": 0.0},
     "Lion": {"betas": (0.9, 0.99)},
     "Muon": {
-        **_ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw", "adamw_lr": None,
+        **_ADAM, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw",
+        "per_head": False, "adamw_lr": None,
     },
 }  # fmt: skip
 _OVERRIDES = ("--", "program")

@@ -19,16 +19,19 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Returns approximately U V^T for a matrix with the SVD U S V^T, by Newton-Schulz iterations in bf16.
 
     This is Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon). The operations, and so the
-    resulting bits, are those of torch.optim.Muon. steps: number of iterations.
+    resulting bits, are those of torch.optim.Muon. matrix: `[rows, columns]`, or several matrices `[number,
+    rows, columns]`. steps: number of iterations.
     """
     a, b, c = _COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16().T if tall else matrix.bfloat16()
-    x = x / x.norm().clamp(min=_EPSILON)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.bfloat16().mT if tall else matrix.bfloat16()
+    is_single = matrix.dim() == 2
+    product, norm = (torch.addmm, x.norm()) if is_single else (torch.baddbmm, x.norm(dim=(1, 2), keepdim=True))
+    x = x / norm.clamp(min=_EPSILON)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
@@ -43,18 +46,23 @@ def rate_factor(shape: Sequence[int], adjust_lr_fn: str) -> float:
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_fn: str) -> Tensor:
+def orthogonal_update(
+    momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_fn: str, per_head: bool = False
+) -> Tensor:
     """Returns Muon's fp32 update of a full weight `[rows, columns]`, multiplied by `rate_factor`.
 
     Each projection that the weight holds, such as query, key and value, is orthogonalized separately.
+    per_head: so is each head's part of it.
     """
     columns = momentum.shape[1]
-    pattern = spec.projections or (momentum.shape[0],)
+    is_split = per_head and bool(spec.head_rows)
+    pattern = spec.head_rows if is_split else spec.projections or (momentum.shape[0],)
     update = torch.empty_like(momentum)
     grouped = momentum.view(-1, sum(pattern), columns).split(pattern, 1)
     for source, target in zip(grouped, update.view(-1, sum(pattern), columns).split(pattern, 1), strict=True):
-        matrix = source.reshape(-1, columns)
-        factor = rate_factor(matrix.shape[::-1] if spec.transposed else matrix.shape, adjust_lr_fn)
+        matrix = source if is_split else source.reshape(-1, columns)
+        shape = matrix.shape[-2:]
+        factor = rate_factor(shape[::-1] if spec.transposed else shape, adjust_lr_fn)
         target.copy_((orthogonalize(matrix, steps).float() * factor).view(target.shape))
     return update
 
@@ -148,5 +156,6 @@ class Muon(torch.optim.Optimizer):
             parts = [torch.empty_like(parts[0]) for _ in range(size)]
             dist.all_gather(parts, part.contiguous(), group=group)
         full = unshard(parts, matrix.spec)
-        update = orthogonal_update(full, matrix.spec, self._params["ns_steps"], self._params["adjust_lr_fn"])
+        keys = ("ns_steps", "adjust_lr_fn", "per_head")
+        update = orthogonal_update(full, matrix.spec, *(self._params[key] for key in keys))
         return shard(update, matrix.spec, self._groups.rank("tensor"), size)

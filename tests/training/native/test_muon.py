@@ -41,9 +41,17 @@ def model_and_optimizer(model_keys: dict[str, Any], **params: Any) -> tuple[NeoX
     return args, weights, build_native_optimizer(weights, weights.trained, args, groups)
 
 
-def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
-    """A fused weight's linear layers as HuggingFace has them: [q, k, v] a head, [Q | K | V], [up | gate]."""
+def projections(name: str, weight: Tensor, args: NeoXArgs, per_head: bool = False) -> list[Tensor]:
+    """A fused weight's linear layers as HuggingFace has them: [q, k, v] a head, [Q | K | V], [up | gate].
+
+    per_head: those of attention by head."""
     heads, head_dim = args.num_attention_heads, args.head_dim
+    if per_head and name.endswith("latent_up.weight"):
+        nope, value = args.qk_nope_head_dim, args.v_head_dim
+        assert nope is not None and value is not None
+        return [part for head in weight.chunk(heads) for part in head.split([nope, value])]
+    if per_head and name.endswith(("query_key_value.weight", "attention.query.weight")):
+        return list(weight.split(head_dim))
     if name.endswith("query_key_value.weight"):
         if args.num_kv_heads in (None, heads):
             return [weight.view(heads, 3, head_dim, -1)[:, i] for i in range(3)]
@@ -85,6 +93,32 @@ def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
     assert len(matrices) == (7 if model is LLAMA else 6) * args.num_layers
 
 
+LATENT = {**LLAMA, "num_kv_heads": None, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+          "v_head_dim": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [NEOX, LLAMA, LATENT], ids=["neox", "llama", "latent"])
+def test_heads_alone_are_as_if_they_were_weights(model: dict[str, Any]) -> None:
+    """The expected numbers are those of torch.optim.Muon; batched products round otherwise, in bf16."""
+    args, weights, engine_muon = model_and_optimizer(model, per_head=True)
+    twins: list[tuple[Any, list[nn.Parameter]]] = []
+    for held in weights.trained:
+        held.local.grad = torch.randn(held.local.shape, generator=torch.Generator().manual_seed(held.layer))
+        if not held.name.startswith("attention.") or held.local.dim() != 2:
+            continue
+        params = [nn.Parameter(part.clone()) for part in projections(held.name, held.local.detach(), args, True)]
+        for param, grad in zip(params, projections(held.name, held.local.grad, args, True), strict=True):
+            param.grad = grad
+        torch.optim.Muon(params, LR, DECAY, adjust_lr_fn="match_rms_adamw").step()
+        twins.append((held, params))
+    engine_muon.step()
+    for held, params in twins:
+        for part, param in zip(projections(held.name, held.local.detach(), args, True), params, strict=True):
+            update_size = LR * 0.2  # the root of the mean square of an update
+            torch.testing.assert_close(part, param.detach(), rtol=0, atol=update_size * 2**-5)
+    assert sum(len(params) for _, params in twins) > 2 * args.num_layers * args.num_attention_heads
+
+
 def test_a_skipped_step_changes_nothing() -> None:
     _, weights, optimizer = model_and_optimizer(NEOX)
     optimizer.grad_scale = torch.tensor(2.0)
@@ -110,7 +144,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def slow(model: str, layout: dict[str, Any]) -> dict[str, Any]:
-    optimizer = {"type": "Muon", "params": {"lr": LR / 10, "eps": 1e-6}}  # keys' bias has no gradient but rounding
+    # keys' bias has no gradient but rounding
+    optimizer = {"type": "Muon", "params": {"lr": LR / 10, "eps": 1e-6, "per_head": model == "neox"}}
     return config(MODELS[model], layout, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2)
 
 
