@@ -1,7 +1,8 @@
 """The model: one decoder, built from a flat list of layer specs.
 
 specs.py describes the layers as data, and build_specs.py makes these from the configuration. block.py is a
-transformer block, attention/ and mamba/ are its mixers, mlp.py and moe/ its feed-forwards.
+transformer block, attention/ and mamba/ are its mixers, mlp.py and moe/ its feed-forwards. prediction.py is a
+block of multi-token prediction.
 stage.py is the part of the model that one pipeline rank holds. weight_map.py names every parameter, with its
 shape.
 `megatron.mpu.layers` shards linear layers over tensor-parallel ranks. Layers take their spec and
@@ -14,4 +15,4 @@ from megatron.model.init import init_stage, materialize
 from megatron.model.pipeline_forward import forward_only, with_context
 from megatron.model.stage import HiddenStates, InferenceContext, Stage, build_stage
 from megatron.model.trainable import freeze, lowest_trained, trained_parameters
-from megatron.model.weight_map import block_specs, layer_params, named_params, shared_params
+from megatron.model.weight_map import block_specs, layer_params, named_params, prediction_specs, shared_params

@@ -238,4 +238,5 @@ def embedding_spec(args: ModelArgs) -> EmbeddingSpec:
         learned=args.max_position_embeddings if args.pos_emb == "learned" else 0, offset=args.opt_pos_emb_offset,
         sinusoidal=args.pos_emb == "sinusoidal", multiplier=args.embedding_multiplier, dropout=args.hidden_dropout,
         noise=args.neftune_noise_alpha, tied=not args.no_weight_tying, copied="embed_tokens" in copied_modules(args),
+        on_last_stage=args.mtp_num_layers is not None,
     )  # fmt: skip

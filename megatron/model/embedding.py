@@ -30,7 +30,10 @@ def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
     if spec.vocab is None:
         raise ValueError("padded_vocab_size is not set yet: build the tokenizer first, which determines it")
     shape, blocks = (spec.vocab, spec.hidden), (spec.vocab,)
-    return ParamSpec("word_embeddings.weight", shape, 0, blocks, "embedding", weight_decay=True, tied=spec.tied)
+    copied_to_end = isinstance(spec, EmbeddingSpec) and spec.on_last_stage
+    return ParamSpec(
+        "word_embeddings.weight", shape, 0, blocks, "embedding", weight_decay=True, tied=spec.tied or copied_to_end
+    )
 
 
 def copied(weight: ParamSpec) -> ParamSpec:
@@ -105,7 +108,8 @@ class Embedding(nn.Module):
     @staticmethod
     def positions(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
         name, shape = "position_embeddings.weight", (spec.learned, spec.hidden)
-        return (ParamSpec(name, shape, init="embedding", weight_decay=True),) if spec.learned else ()
+        weight = ParamSpec(name, shape, init="embedding", weight_decay=True, tied=spec.on_last_stage)
+        return (weight,) if spec.learned else ()
 
     @classmethod
     def params(cls, spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:

@@ -76,9 +76,11 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
     """Returns the configuration without the settings that only help training.
 
     It turns off sequence parallelism (a single token cannot be sharded), compiled blocks (each text length
-    would compile again) and expert capacity (a text's output would depend on other texts in the batch).
+    would compile again), expert capacity (a text's output would depend on other texts in the batch) and
+    blocks of multi-token prediction, which only training runs.
     """
-    return args.replace(sequence_parallel=False, compile=False, moe_expert_capacity_factor=None)
+    unused = {"mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1}
+    return args.replace(sequence_parallel=False, compile=False, moe_expert_capacity_factor=None, **unused)
 
 
 def build_filled_stage(

@@ -12,6 +12,7 @@ from megatron.model.specs import (
     Mamba2Spec,
     MambaSpec,
     MixerSpec,
+    PredictionSpec,
     ScoreSpec,
 )
 from megatron.mpu import ParamSpec
@@ -57,10 +58,14 @@ def head_products(args: ModelArgs) -> int:
 
 
 def forward_products(spec: LayerSpec, params: Sequence[ParamSpec], args: ModelArgs) -> float:
-    """Returns the multiplications of a layer in a forward pass. params: of the layer."""
+    """Returns the multiplications of a layer in a forward pass of training. params: of the layer.
+
+    A block of multi-token prediction has those of its output layer too.
+    """
     match spec:
         case BlockSpec():
-            return sum(weight_products(p, args) for p in params) + mixing_products(spec.mixer, args.seq_length)
+            head = head_products(args) if isinstance(spec, PredictionSpec) else 0
+            return sum(weight_products(p, args) for p in params) + mixing_products(spec.mixer, args.seq_length) + head
         case HeadSpec() | ScoreSpec():
             return head_products(args)
     return 0.0

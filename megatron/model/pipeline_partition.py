@@ -14,6 +14,7 @@ from megatron.neox_arguments import ModelArgs
 _NEOX_CLASSES = {
     "embedding": "embeddingpipe",
     "block": "paralleltransformerlayerpipe",
+    "prediction": "paralleltransformerlayerpipe",  # of multi-token prediction, which NeoX lacks
     "norm": "normpipe",
     "head": "parallellinearpipe",
     "score": "parallellinearpipe",

@@ -385,6 +385,7 @@ class EmbeddingSpec:
     multiplier: factor of the token embeddings.
     noise: NEFTune's alpha; None: no noise.
     tied: the output layer has the same weight.
+    on_last_stage: the last pipeline stage has a copy of the layer, for multi-token prediction.
     copied: with adapters, a copy of the weight is trained in its place (`lora.modules_to_save`).
     """
 
@@ -400,6 +401,7 @@ class EmbeddingSpec:
     noise: float | None
     tied: bool
     copied: bool = False
+    on_last_stage: bool = False
 
 
 @dataclass(frozen=True)
@@ -432,6 +434,22 @@ class FinalNormSpec:
     index: int
     norm: NormSpec
     multiplier: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionSpec(BlockSpec):
+    """A block for multi-token prediction, with the layers before and after it (`model.prediction`).
+
+    input_norm: of the embedding, and of the hidden states, which are then projected together.
+    final_norm: of the block's output. final_multiplier: factor of the final norm's output.
+    embedding: the model's embedding layer, which it also uses.
+    """
+
+    kind: ClassVar[str] = "prediction"
+    input_norm: NormSpec
+    final_norm: NormSpec
+    final_multiplier: float
+    embedding: EmbeddingSpec
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.data import Batch
+from megatron.data.future_tokens import future_tokens
 from megatron.model.attention import (
     AttentionBackends,
     AttentionInputs,
@@ -30,6 +31,7 @@ from megatron.model.mamba import ScanKernels, StateInputs, choose_scans, shared_
 from megatron.model.moe import Balance, MoE, RoutingSums
 from megatron.model.pipeline_partition import StagePlacement, partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
+from megatron.model.prediction import PredictionBlock
 from megatron.model.specs import (
     AttentionSpec,
     BlockSpec,
@@ -40,6 +42,7 @@ from megatron.model.specs import (
     Mamba2Spec,
     MambaSpec,
     MoESpec,
+    PredictionSpec,
     RelativeSpec,
     ScoreSpec,
     StateMixerSpec,
@@ -102,8 +105,11 @@ class Stage(nn.Module):
 
     Each stage is a chunk: consecutive layers. Without pipeline parallelism one chunk is the full decoder.
     Parameters are named `layers.<NeoX index>.<NeoX name>`. They are on the meta device until `materialize`.
+    Blocks of multi-token prediction are on the last stage, which then has a copy of the embedding layer. They
+    run in training only.
 
     chunks: the layers of each of this rank's stages, in the order of the model. specs: all of them.
+    blocks: the specs of its blocks, also of multi-token prediction. predictions: of the latter alone.
     run_blocks: runs the blocks that need gradients. It calls a function of (x, first block, end block) for
         consecutive ranges of blocks; `training.recompute` sets one that saves fewer activations.
     compiled: whether the blocks are compiled.
@@ -135,6 +141,7 @@ class Stage(nn.Module):
         super().__init__()
         self.chunks, self.specs = chunks, tuple(spec for chunk in chunks for spec in chunk)
         self.blocks = [spec for spec in self.specs if isinstance(spec, BlockSpec)]
+        self.predictions = [spec for spec in self.specs if isinstance(spec, PredictionSpec)]
         self.device_of_groups, self.context_group = groups.device, groups.group("context")
         self.context_rank, self.context_size = groups.rank("context"), groups.size("context")
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
@@ -149,6 +156,8 @@ class Stage(nn.Module):
         self.layers = nn.ModuleDict()
         # `materialize` allocates memory later, one layer after another, in the dtype of the run.
         unallocated = replace(groups, device=torch.device("meta"))
+        if self.predictions and not any(isinstance(spec, EmbeddingSpec) for spec in self.specs):
+            self.layers["0"] = self._build(self.predictions[0].embedding, unallocated, sequence_parallel)
         for spec in self.specs:
             self.layers[str(spec.index)] = self._build(spec, unallocated, sequence_parallel)
         self._share_relative_biases(unallocated)
@@ -162,7 +171,8 @@ class Stage(nn.Module):
             case BlockSpec():
                 attention = self.attention.get(spec.index)
                 backends = self.scans if attention is None else self.backends.get(attention.backend)
-                return Block(spec, groups, sequence_parallel, backends=backends)
+                kind: type[Any] = PredictionBlock if isinstance(spec, PredictionSpec) else Block
+                return kind(spec, groups, sequence_parallel, backends=backends)
             case FinalNormSpec():
                 return FinalNorm(spec, groups, sequence_parallel)
             case HeadSpec(tied=False):
@@ -225,7 +235,7 @@ class Stage(nn.Module):
     @property
     def _states(self) -> dict[int, StateShapes]:
         """The shapes of the state that this rank keeps of each text, by NeoX layer index."""
-        mixers = {spec.index: spec.mixer for spec in self.state_blocks}
+        mixers = {spec.index: spec.mixer for spec in self.state_blocks if spec not in self.predictions}
         return {
             i: kind_of(MIXERS, mixer).state_shapes(mixer, self.tensor_size, self.dtype) for i, mixer in mixers.items()
         }
@@ -233,8 +243,9 @@ class Stage(nn.Module):
     @property
     def _cached(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """The shapes of what this rank caches of a token, by NeoX layer index (`KVCache.empty`)."""
-        size = self.tensor_size
-        return {layer: kind_of(MIXERS, spec).cache_shapes(spec, size) for layer, spec in self.attention.items()}
+        size, unused = self.tensor_size, {spec.index for spec in self.predictions}
+        mixers = {layer: spec for layer, spec in self.attention.items() if layer not in unused}
+        return {layer: kind_of(MIXERS, spec).cache_shapes(spec, size) for layer, spec in mixers.items()}
 
     # -- inputs of blocks ------------------------------------------------------------------------------------
 
@@ -311,12 +322,10 @@ class Stage(nn.Module):
         inputs: Mapping[int, AttentionInputs | StateInputs],
         batch: Batch,
         cache: KVCache | None,
+        token_mask: Tensor | None,
     ) -> Ran:
+        """Runs blocks on `x`. token_mask: `[places, batch]` boolean, False where experts take no token."""
         dropping = self.training and self.drops
-        # Padding must not use up the capacity of experts.
-        token_mask = (
-            batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
-        )
 
         def run(x: Tensor, start: int, end: int) -> Ran:
             routed: list[RoutingSums] = []
@@ -352,7 +361,8 @@ class Stage(nn.Module):
             no document boundaries.
         """
         inference, specs = context or InferenceContext(), self.chunks[chunk]
-        blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
+        predictions = [spec for spec in specs if isinstance(spec, PredictionSpec) and context is None and self.training]
+        blocks = [spec for spec in specs if isinstance(spec, BlockSpec) and not isinstance(spec, PredictionSpec)]
         assert batch.documents is None or (inference.cache is None and inference.last_tokens is None)
         positions, starts = batch.positions, None if batch.documents is None else batch.documents.cu_seqlens
         context_rank = self._context_rank(batch)
@@ -372,11 +382,12 @@ class Stage(nn.Module):
         inputs_by_spec: dict[object, AttentionInputs] = {}
         inputs: dict[int, AttentionInputs | StateInputs] = {}
         attention = self.attention
-        for layer, mixer in ((spec.index, attention[spec.index]) for spec in blocks if spec.index in attention):
+        running = [*blocks, *predictions]
+        for layer, mixer in ((spec.index, attention[spec.index]) for spec in running if spec.index in attention):
             if mixer.inputs not in inputs_by_spec:
                 inputs_by_spec[mixer.inputs] = self.attention_inputs(layer, batch, positions, inference)
             inputs[layer] = inputs_by_spec[mixer.inputs]
-        if state_blocks := [spec for spec in self.state_blocks if spec in blocks]:
+        if state_blocks := [spec for spec in self.state_blocks if spec in running]:
             shares_prefixes = batch.documents is not None and batch.documents.prefixes is not None
             assert inference.branch_ids is None and not shares_prefixes, (
                 "blocks with states support no trees or shared prefixes"
@@ -387,7 +398,10 @@ class Stage(nn.Module):
                 tail = max(getattr(spec.mixer, "conv_kernel", 1) for spec in state_blocks) - 1
                 states = shared_row_inputs(batch, self.context_size, self.context_rank, tail)
             inputs |= {spec.index: states for spec in state_blocks}
-        x, routed = self._run_blocks(blocks, x, inputs, batch, inference.cache)
+        # Padding must not use up the capacity of experts.
+        masked = self.balance is not None and (self.training or self.drops_tokens)
+        token_mask = batch.filled_places() if masked else None
+        x, routed = self._run_blocks(blocks, x, inputs, batch, inference.cache, token_mask)
         if self.balance is not None and self.training:
             x = self.balance.attach(x, routed, [spec.index for spec in blocks], context_rank)
         if specs[-1].kind not in ("head", "score"):
@@ -396,9 +410,43 @@ class Stage(nn.Module):
             seq_length = batch.tokens.shape[1]
             rows, columns = inference.logit_positions // seq_length, inference.logit_positions % seq_length
             x = x[columns, rows].unsqueeze(1)
-        norm, head = (self.layers[str(spec.index)] for spec in specs[-2:])
+        norm = next(self.layers[str(spec.index)] for spec in specs if isinstance(spec, FinalNormSpec))
+        head, x = self.layers[str(specs[-1].index)], norm(x)
         enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
-        return finish(HeadInput(enter(norm(x), head.group), head, context_rank))  # type: ignore[arg-type]
+        hidden_states = [x, *self._predict(x, predictions, batch, inputs, context_rank)]
+        final, *further = (enter(states, head.group) for states in hidden_states)  # type: ignore[arg-type]
+        return finish(HeadInput(final, head, context_rank, tuple(further)))
+
+    def _predict(
+        self,
+        x: Tensor,
+        specs: Sequence[PredictionSpec],
+        batch: Batch,
+        inputs: Mapping[int, AttentionInputs | StateInputs],
+        context: ContextRank | None,
+    ) -> list[Tensor]:
+        """Runs the blocks of multi-token prediction; returns the output of each, of the shape of `x`.
+
+        x: output of the final norm. context: the columns that this context rank computes; None: all.
+        """
+        outputs: list[Tensor] = []
+        starts = None if batch.documents is None else batch.documents.cu_seqlens
+        for depth, spec in enumerate(specs, start=1):
+            future = future_tokens(batch, depth)
+            positions, token_mask, seed = future.positions, None, mix_seed(batch.seed, "embedding", depth)
+            if self.balance is not None:
+                token_mask = future.in_document.t()
+            if context is not None:
+                positions = positions.index_select(1, context.columns)
+                token_mask = None if token_mask is None else context.local_weights(token_mask)
+            with nullcontext() if self.lowest_trained == 0 else torch.no_grad():
+                embedded = self.layers["0"](future.tokens, positions, seed, starts, context)
+            joined = torch.cat([embedded, outputs[-1] if outputs else x], -1)
+            hidden, routed = self._run_blocks([spec], joined, inputs, batch, None, token_mask)
+            if self.balance is not None:
+                hidden = self.balance.attach(hidden, routed, [spec.index], context)
+            outputs.append(hidden)
+        return outputs
 
 
 def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, start: int, end: int) -> Ran:

@@ -3,7 +3,8 @@ initialisation.
 
 Initialisation, saving, loading, conversion and resharding read this table. Names are those of GPT-NeoX's
 per-layer checkpoint files: layer 0 is the embedding, 2 to N + 1 the blocks, N + 3 the final norm, N + 4 the
-output layer (untied head or score). A tied head has no parameter in layer N + 4.
+output layer (untied head or score). A tied head has no parameter in layer N + 4. Layers from N + 5 on are the
+blocks of multi-token prediction, which GPT-NeoX lacks.
 """
 
 from dataclasses import replace
@@ -14,7 +15,17 @@ from megatron.model.build_specs import block_norms, embedding_spec, norm_spec, r
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead
 from megatron.model.norms import NORMS
-from megatron.model.specs import AttentionSpec, BlockSpec, FinalNormSpec, HeadSpec, LayerSpec, MixerSpec, ScoreSpec
+from megatron.model.prediction import PredictionBlock
+from megatron.model.specs import (
+    AttentionSpec,
+    BlockSpec,
+    FinalNormSpec,
+    HeadSpec,
+    LayerSpec,
+    MixerSpec,
+    PredictionSpec,
+    ScoreSpec,
+)
 from megatron.mpu import ParamSpec, with_prefix
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.values.lora_settings import copied_modules
@@ -40,17 +51,45 @@ def layer_specs(args: ModelArgs) -> tuple[LayerSpec, ...]:
     norm = FinalNormSpec(last + 2, norm_spec(args), args.logit_scale)
     if args.score_head:  # reads the norm's output without multiplier, as transformers' classes do
         head, norm = ScoreSpec(last + 3, args.hidden_size), replace(norm, multiplier=1.0)
-    return (embedding_spec(args), *blocks, norm, head)
+    embedding, predictions = embedding_spec(args), []
+    for i in range(args.mtp_num_layers or 0):  # each like the last block
+        fields = {**vars(blocks[-1]), "index": last + 4 + i}
+        predictions.append(
+            PredictionSpec(
+                **fields, input_norm=norm_spec(args), final_norm=norm.norm, final_multiplier=norm.multiplier,
+                embedding=embedding,
+            )
+        )  # fmt: skip
+    return (embedding, *blocks, norm, *predictions, head)
 
 
 def block_specs(args: ModelArgs) -> tuple[BlockSpec, ...]:
-    """Returns the specs of the full model's blocks, in execution order."""
-    return tuple(spec for spec in layer_specs(args) if isinstance(spec, BlockSpec))
+    """Returns the specs of the full model's blocks, in execution order, without those of multi-token
+    prediction."""
+    return tuple(spec for spec in layer_specs(args) if spec.kind == "block")  # type: ignore[misc]
+
+
+def prediction_specs(args: ModelArgs) -> tuple[PredictionSpec, ...]:
+    """Returns the specs of the blocks of multi-token prediction, in execution order."""
+    return tuple(spec for spec in layer_specs(args) if isinstance(spec, PredictionSpec))
+
+
+def block_number(args: ModelArgs, layer: int) -> int | None:
+    """Returns the number of the block with NeoX layer index `layer`, counted from 0; None for other layers.
+
+    Blocks of multi-token prediction follow the others, as in HuggingFace's files.
+    """
+    if 2 <= layer < args.num_layers + 2:
+        return layer - 2
+    return layer - 5 if 0 <= layer - args.num_layers - 5 < (args.mtp_num_layers or 0) else None
 
 
 def mixer_of(args: ModelArgs, layer: int) -> MixerSpec | None:
     """Returns the mixer of the block with NeoX layer index `layer`; None for other layers, or without one."""
-    mixer: MixerSpec | None = sublayer_spec(MIXERS, args, layer - 2) if 2 <= layer < args.num_layers + 2 else None
+    number = block_number(args, layer)
+    if number is None:
+        return None
+    mixer: MixerSpec | None = sublayer_spec(MIXERS, args, min(number, args.num_layers - 1))
     return mixer
 
 
@@ -66,7 +105,8 @@ def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
     `args.padded_vocab_size` must be known.
     """
     kinds: dict[str, Any] = {
-        "embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head, "score": ScoreHead,
+        "embedding": Embedding, "block": Block, "prediction": PredictionBlock, "norm": FinalNorm, "head": Head,
+        "score": ScoreHead,
     }  # fmt: skip
     params_by_layer: dict[int, tuple[ParamSpec, ...]] = {}
     distinct_specs: list[LayerSpec] = []  # most blocks differ from an earlier one only in their index
@@ -77,7 +117,8 @@ def layer_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:
         else:
             params_by_layer[spec.index] = kinds[spec.kind].params(spec)
             distinct_specs.append(spec)
-    return {layer: specs for layer, specs in params_by_layer.items() if specs or layer <= args.num_layers + 3}
+    layers = sorted(params_by_layer.items())
+    return {layer: specs for layer, specs in layers if specs or layer <= args.num_layers + 3}
 
 
 def is_adapter(name: str) -> bool:

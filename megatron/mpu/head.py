@@ -77,6 +77,8 @@ class HeadInput(NamedTuple):
         head(hidden_states, function) returns function(hidden_states, `OutputLayer`).
     context: the columns of rows to which the hidden states belong; None: all. The functions of this file and
         of divergence.py take and return full rows nevertheless.
+    further: hidden states of multi-token prediction, by depth from 1, of the shape of `hidden_states`; () if
+        it does not run.
 
     Call `head` before the forward pass of the stage returns. If its weight is sharded over data ranks (ZeRO
     3), all data ranks must call it equally often.
@@ -85,6 +87,7 @@ class HeadInput(NamedTuple):
     hidden_states: Tensor
     head: Callable[..., Any]
     context: ContextRank | None = None
+    further: tuple[Tensor, ...] = ()
 
     def logits(self) -> Tensor:
         """Returns this rank's logits of all positions in `hidden_states`, with context parallelism of full

@@ -34,7 +34,7 @@ class ParamSpec:
     weight_decay: whether weight decay applies; False for norms, biases, attention sinks, and Mamba's A_log, D
         and dt_bias.
     shared: all blocks use the same parameter; each block's file holds a copy.
-    tied: the output layer on the last pipeline stage uses this parameter too.
+    tied: the last pipeline stage uses this parameter too, in the output layer or in multi-token prediction.
     projections: rows of each fused projection, in order; the pattern repeats along the rows. Empty: not
         fused.
     head_rows: rows of each matrix of an attention head, in order; the pattern repeats along the rows. Empty:

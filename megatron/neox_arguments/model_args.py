@@ -9,6 +9,7 @@ from megatron.neox_arguments.keys.architectures import (
     LatentAttentionKeys,
     MambaKeys,
     MoEKeys,
+    MultiTokenPredictionKeys,
     MuPKeys,
     OtherArchitectureKeys,
     TransformerEngineKeys,
@@ -30,7 +31,7 @@ STATE_BLOCKS = (*MAMBA_BLOCKS, *DELTA_BLOCKS)
 @dataclass(frozen=True)
 class ModelArgs(
     AdapterKeys, OtherArchitectureKeys, DeltaRuleKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys,
-    TransformerEngineKeys, FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
+    MultiTokenPredictionKeys, TransformerEngineKeys, FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
 ):  # fmt: skip
     """The keys that decide a model's parameters and forward pass, and properties computed from them.
 

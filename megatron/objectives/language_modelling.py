@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.batch import RowSources
+from megatron.data.future_tokens import future_tokens
 from megatron.mpu import HeadInput, LossOfTokens, TokenLoss, token_loss_sum
 from megatron.objectives.objective import ROW_LOSSES, LossSums, Objective
 
@@ -42,6 +43,8 @@ def language_modelling(
     columns: int | None = None,
     sources: Sequence[str] = (),
     row_sums: bool = False,
+    mtp_layers: int = 0,
+    mtp_factor: float = 0.0,
 ) -> Objective:
     """Returns the objective of next-token prediction: the fp32 sum of `loss` over the trained tokens.
 
@@ -52,6 +55,11 @@ def language_modelling(
     sources: names of the training data; each gets the metrics loss_by_source/NAME, the mean loss of its
         tokens, and share_by_source/NAME, its share of the trained tokens.
     row_sums: also return the sums of each row (`ROW_LOSSES`).
+    mtp_layers: depth of multi-token prediction. Its losses are cross-entropies; each gets the metric
+        mtp_loss/DEPTH, the mean over its tokens. They change only the gradient: as in the formula of
+        DeepSeek-V3 (arXiv 2412.19437, eq. 24 and 25), which divides the sum of each depth by the number of
+        all tokens, here of all trained tokens.
+    mtp_factor: their mean is multiplied by this.
     """
     kind = LossOfTokens(loss, z_loss, statistics, bool(sources) or row_sums)
     names = METRICS if statistics else ()
@@ -59,15 +67,49 @@ def language_modelling(
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
         weights = batch.loss_weights.t()
         total, sums = token_loss_sum(head, batch.labels.t(), weights, kind, group, columns, batch.loss_places)
-        metrics, rows = {}, sums[len(names) :]
+        metrics: dict[str, Tensor] = {}
+        rows = sums[len(names) :]
+        if mtp_layers:
+            future, mtp_metrics = _mtp_loss(head, batch, group, columns, mtp_layers)
+            metrics |= mtp_metrics
+            further = mtp_factor / mtp_layers * future
+            total = total + (further - further.detach())  # adds the gradient alone
         if statistics:
             count = weights.sum().float()
-            metrics = {name: torch.stack([value, count]) for name, value in zip(METRICS, sums, strict=False)}
+            metrics |= {name: torch.stack([value, count]) for name, value in zip(METRICS, sums, strict=False)}
         if sources:
             metrics |= _source_sums(batch, rows, sources)
         return total.view(1), {**metrics, ROW_LOSSES: rows} if row_sums else metrics
 
-    return Objective(token_count, loss_sum, (*names, *source_metrics(sources)), keeps_rows=row_sums)
+    all_metrics = (*names, *source_metrics(sources), *mtp_metrics_of(mtp_layers))
+    return Objective(token_count, loss_sum, all_metrics, keeps_rows=row_sums)
+
+
+def mtp_metrics_of(layers: int) -> list[str]:
+    """Returns the names of the metrics of multi-token prediction: the loss of each depth."""
+    return [f"mtp_loss/{depth}" for depth in range(1, layers + 1)]
+
+
+def _mtp_loss(
+    head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None, layers: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the summed losses of multi-token prediction, and the metrics of its depths.
+
+    Both are 0 if the head has no hidden states of it, as in evaluation.
+    """
+    total, metrics = torch.zeros((), device=batch.tokens.device), {}
+    for depth, name in enumerate(mtp_metrics_of(layers), start=1):
+        loss = count = torch.zeros((), device=batch.tokens.device)
+        if head.further:
+            future = future_tokens(batch, depth)
+            hidden = head._replace(hidden_states=head.further[depth - 1])
+            weights, places = future.loss_weights.t(), future.loss_places
+            if head.context is not None:  # its places are those of the main loss
+                places = None
+            loss, _ = token_loss_sum(hidden, future.labels.t(), weights, LossOfTokens(nll), group, columns, places)
+            total, count = total + loss, weights.sum().float()
+        metrics[name] = torch.stack([loss.detach(), count])
+    return total, metrics
 
 
 def source_metrics(sources: Sequence[str]) -> list[str]:

@@ -17,5 +17,6 @@ class Method(method.Method):
         return language_modelling(
             args.z_loss, loss=loss, statistics=labelled, columns=args.softmax_rows,
             sources=train_sources(args) if args.log_loss_by_source else (),
-            row_sums=args.log_spikes_above_sigma is not None,
+            row_sums=args.log_spikes_above_sigma is not None, mtp_layers=args.mtp_num_layers or 0,
+            mtp_factor=args.mtp_loss_scaling_factor,
         )  # fmt: skip

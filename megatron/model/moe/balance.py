@@ -70,6 +70,8 @@ class Balance:
         self._aux, self._z = args.moe_aux_loss_coeff, args.moe_z_loss_coeff
         self._rate, self._experts = args.moe_router_bias_update_rate, args.moe_num_experts
         self.layers = [i + 2 for i in range(args.num_layers) if args.has_experts(i)]
+        if args.has_experts(args.num_layers - 1):  # so have the blocks of multi-token prediction
+            self.layers += [args.num_layers + 5 + i for i in range(args.mtp_num_layers or 0)]
         # For each block with experts: number of tokens of each expert, number of tokens, sum of entropies.
         self._sums = torch.zeros(len(self.layers), self._experts + 2, device=device)
         self._losses = torch.zeros(3, device=device)  # load-balancing loss, z-loss, and dropped choices

@@ -229,6 +229,24 @@ class DeltaRuleKeys:
 
 
 @dataclass(frozen=True)
+class MultiTokenPredictionKeys:
+    """Configuration keys of multi-token prediction, by Megatron-LM's names."""
+
+    mtp_num_layers: int | None = new_key(
+        None,
+        "Multi-token prediction: add this many blocks after the last one. In training, block k also predicts, "
+        "from position i, token i + k + 1, as in DeepSeek V3; unset: none",
+        ge=1,
+    )
+    mtp_loss_scaling_factor: float = new_key(
+        0.1,
+        "Multi-token prediction: the mean of the blocks' losses is multiplied by this in the gradient; the logged "
+        "lm_loss leaves it out",
+        ge=0,
+    )
+
+
+@dataclass(frozen=True)
 class OtherArchitectureKeys:
     """Configuration keys of RWKV, gMLP and soft prompts, all of which a run refuses."""
 

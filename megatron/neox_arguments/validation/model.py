@@ -11,6 +11,7 @@ from megatron.neox_arguments.validation.delta import validate_delta_nets
 from megatron.neox_arguments.validation.experts import validate_experts
 from megatron.neox_arguments.validation.latent_attention import validate_latent_attention
 from megatron.neox_arguments.validation.mamba import validate_mamba
+from megatron.neox_arguments.validation.prediction import validate_prediction
 from megatron.neox_arguments.values.lora_settings import (
     MODULES,
     block_targets,
@@ -60,6 +61,7 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
     validate_experts(args, problems)
     validate_mamba(args, problems)
     validate_delta_nets(args, problems)
+    validate_prediction(args, problems)
     _layers(args, problems)
     _blocks(args, problems)
     if not args.has_dense_blocks:

@@ -88,6 +88,9 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.ema_decay is not None:
         place = f"{args.origin('ema_decay')}: ema_decay"
         yield f"{place}: weights are averaged by the native engine only; write engine: native"
+    if args.mtp_num_layers is not None:
+        place = f"{args.origin('mtp_num_layers')}: mtp_num_layers"
+        yield f"{place}: multi-token prediction runs on the native engine only; write engine: native"
     if args.on_out_of_memory == "split":
         place = f"{args.origin('on_out_of_memory')}: on_out_of_memory: split"
         fix = "write engine: native, or on_out_of_memory: stop"

@@ -57,6 +57,8 @@ def native_only_feature(args: NeoXArgs) -> str | None:
         return f"optimizer_state_dtype ({args.origin('optimizer_state_dtype')}) bf16"
     if args.ema_decay is not None:
         return f"ema_decay ({args.origin('ema_decay')}) {args.ema_decay}"
+    if args.mtp_num_layers is not None:
+        return f"mtp_num_layers ({args.origin('mtp_num_layers')}) {args.mtp_num_layers}"
     if args.on_out_of_memory == "split":
         return f"on_out_of_memory ({args.origin('on_out_of_memory')}) split"
     if args.expert_parallel_size > 1:

@@ -125,7 +125,7 @@ class Pipeline:
         is_ring = self._placement.chunks > 1 and not self._placement.is_v
         self._links = Links(groups, is_ring) if ranks > 1 else None
         stages = partition_layers(args, self._placement.stages)
-        self._has_backward = [specs[-1].index >= stage.lowest_trained for specs in stages]
+        self._has_backward = [max(spec.index for spec in specs) >= stage.lowest_trained for specs in stages]
         self._sends_gradients = [specs[0].index > stage.lowest_trained for specs in stages]
         self.chunk_of = {number: chunk for chunk, number in enumerate(self._placement.stages_of(self._rank))}
         self._plans: dict[int, Plan] = {}  # by number of micro-batches

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model import Stage
-from megatron.model.weight_map import block_specs
+from megatron.model.weight_map import block_specs, prediction_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.apex import uses_apex
@@ -190,7 +190,7 @@ def build_native_optimizer(
     options = args.optimizer["params"]
     matrices = []
     if args.optimizer_name == "muon":
-        blocks = frozenset(spec.index for spec in block_specs(args))
+        blocks = frozenset(spec.index for spec in (*block_specs(args), *prediction_specs(args)))
         matrices = [shard for shard in shards if is_block_matrix(shard, blocks)]
         shards = [shard for shard in shards if not is_block_matrix(shard, blocks)]
     groups = weight_decay_groups([(shard.local, shard.spec) for shard in shards], args)
