@@ -59,6 +59,8 @@ _DELTA_KEYS = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+# For models with multi-token prediction.
+_MTP_KEYS = ("mtp_num_layers",)
 _ATTENTION_KEYS = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
@@ -261,6 +263,7 @@ def model_keys(args: ModelArgs) -> dict[str, Any]:
     nets = not {*DELTA_BLOCKS}.isdisjoint(args.attention_config)
     keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or nets else ()
     keys += _DELTA_KEYS if nets else ()
+    keys += _MTP_KEYS if args.mtp_num_layers is not None else ()
     keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
     if _EXPERT_SHARDING in values and args.tp == 1:
@@ -320,7 +323,7 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *_BLOCK_KEYS, *_DELTA_KEYS)
+        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *_BLOCK_KEYS, *_DELTA_KEYS, *_MTP_KEYS)
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:

@@ -131,12 +131,19 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
 def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSpec]], args: ModelArgs) -> list[str]:
     """Returns an error line for each layer that only checkpoint or model has, with the key to set."""
     want = {layer for layer, specs in expected.items() if specs}
+    predicting = {layer for layer in source.layers - want if "eh_proj.weight" in source.tensors(layer, 0)}
+    layers = source.layers
+    if args.mtp_num_layers is None:  # a model without multi-token prediction does not read its blocks
+        layers = layers - predicting
     # NeoX writes an empty file for a norm without parameters.
-    extra = sorted(layer for layer in source.layers - want if layer not in expected or source.tensors(layer, 0))
-    missing = sorted(want - source.layers)
+    extra = sorted(layer for layer in layers - want if layer not in expected or source.tensors(layer, 0))
+    missing = sorted(want - layers)
     if not missing and not extra:
         return []
-    last = max(source.layers)
+    if not extra and missing == [args.num_layers + 5 + i for i in range(args.mtp_num_layers or 0)]:
+        words = next(words for _, words in _ranges(missing, dict.fromkeys(missing)))
+        return [f"no {words}: the checkpoint has no blocks for multi-token prediction; remove mtp_num_layers"]
+    last = max(layers - predicting)
     if missing == [args.num_layers + 4] and not extra:
         if args.score_head:
             return [f"no layer {missing[0]} (rm_linear){_NO_SCORE}"]
@@ -154,7 +161,7 @@ def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSp
     lines = [f"missing {words}: {names[layer]}" for layer, words in _ranges(missing, names)]
     lines += [f"extra {words}" for _, words in _ranges(extra, dict.fromkeys(extra))]
     blocks = last - (4 if args.no_weight_tying else 3)
-    if source.layers >= {0, *range(2, blocks + 2)} and blocks != args.num_layers:
+    if layers >= {0, *range(2, blocks + 2)} and blocks != args.num_layers:
         lines.append(f"the checkpoint seems to have num_layers: {blocks}, but the model has {args.num_layers}")
     return lines
 

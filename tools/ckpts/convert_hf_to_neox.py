@@ -80,6 +80,11 @@ def parser(names: str) -> argparse.ArgumentParser:
     command_line.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja chat template for the checkpoint's tokenizer"
     )
+    command_line.add_argument(
+        "--mtp-num-layers", type=int, default=0, metavar="N",
+        help="also read N layers for multi-token prediction, as in DeepSeek V3; a run with mtp_num_layers: N trains "
+        "them (default: 0)",
+    )  # fmt: skip
     add_dry_run_flag(command_line)
     return command_line
 
@@ -103,7 +108,8 @@ def convert(options: argparse.Namespace) -> None:
     name, _, revision = model.partition("@")
     at_hub = f"{name}@{options.revision or revision or path.name}"  # the name of a snapshot's folder is its commit
     dtype = PRECISIONS[options.precision]
-    folder = HFFolder(path, None if Path(model).is_dir() else at_hub, getattr(torch, dtype) if dtype else None)
+    origin = None if Path(model).is_dir() else at_hub
+    folder = HFFolder(path, origin, getattr(torch, dtype) if dtype else None, max(0, options.mtp_num_layers))
     output = options.output_dir or Path(options.checkpoints) / _experiment(name, options.prefix)
     save_tokenizer = options.save_tokenizer == "yes" or (
         options.save_tokenizer == "if there" and (path / "tokenizer.json").is_file()

@@ -69,7 +69,7 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
     import torch
 
     from megatron.checkpointing import describe_layout
-    from megatron.checkpointing.huggingface import export_hf, export_plan
+    from megatron.checkpointing.huggingface import export_hf, export_plan, unwritten_blocks
 
     family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
     dtype = PRECISIONS[options.precision]
@@ -85,7 +85,10 @@ def convert(options: argparse.Namespace) -> "LogitComparison | None":
             {f"{options.output_dir}/{name}": size for name, size in export_plan(source, args, **export_options).items()}
         )
         return None
-    return export_hf(source, args, options.output_dir, progress=progress_then_check, **export_options)
+    report = export_hf(source, args, options.output_dir, progress=progress_then_check, **export_options)
+    if (note := unwritten_blocks(options.output_dir, args)) is not None:
+        print(note)
+    return report
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,10 +14,20 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
-from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score, merged
+from megatron.checkpointing.families.family import (
+    PREDICTION_COPIES,
+    PREDICTION_ROWS,
+    SCORE,
+    SCORES,
+    Config,
+    Family,
+    TensorMapping,
+    gives_score,
+    merged,
+)
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.specs import AttentionSpec
-from megatron.model.weight_map import layer_params, mixer_of, named_params
+from megatron.model.weight_map import block_number, layer_params, mixer_of, named_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, ModelArgs, NeoXArgs
 
@@ -41,6 +51,7 @@ def from_hf(
     *,
     padded_vocab_size: int | None = None,
     layers: Collection[int] | None = None,
+    mtp_layers: int = 0,
 ) -> tuple[dict[str, Any], Iterator[tuple[int, str, Tensor]]]:
     """Converts a HuggingFace model to (keys for NeoXArgs, lazy iterator of tensors in layer order).
 
@@ -49,6 +60,7 @@ def from_hf(
     padded_vocab_size: rows of the embedding, at least vocab_size; None: vocab_size. Each added row is the
         mean of the existing rows, so that unused tokens get average logits.
     layers: NeoX layer indices of the tensors; None: all.
+    mtp_layers: number of blocks for multi-token prediction to read.
     The keys describe the model, without tokenizer and precision; seq_length is max_position_embeddings. The
     iterator yields (NeoX layer index, NeoX name, full tensor). Raises CheckpointError, or ConfigError that
     names `config.json`."""
@@ -67,6 +79,8 @@ def from_hf(
     if padded_vocab_size is not None and padded_vocab_size < vocab:
         raise CheckpointError(f"padded_vocab_size {padded_vocab_size}: must be at least the model's vocab_size {vocab}")
     keys["padded_vocab_size"] = padded_vocab_size or vocab
+    if mtp_layers:
+        keys["mtp_num_layers"] = mtp_layers
     return keys, _read(family, NeoXArgs.from_dict(keys, "config.json"), vocab, get_tensor, layers)
 
 
@@ -82,20 +96,19 @@ def _read(
         return tensor
 
     for layer, specs in layer_params(args).items():
-        mixer = mixer_of(args, layer)
+        mixer, block = mixer_of(args, layer), _block(args, layer)
         for spec, row in _rows(family, args, layer, specs if layers is None or layer in layers else ()):
             rows, num_uses = _rows_of(spec, vocab), row.part[1]
             expected_parts = row.split(torch.empty(rows, device="meta"), mixer, spec.experts)
             if num_uses > 1:
                 expected_parts = (merged(expected_parts * num_uses),)
-            shapes = {
-                n: tuple(t.shape) for n, t in zip(row.names(layer - 2, spec.experts), expected_parts, strict=True)
-            }
+            names = row.names(block, spec.experts)
+            shapes = {name: tuple(part.shape) for name, part in zip(names, expected_parts, strict=True)}
             joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), mixer, spec.experts)
             yield layer, spec.name, joined if rows == spec.shape else padded(joined, spec.shape[0])
         if isinstance(mixer, AttentionSpec) and (layers is None or layer in layers):
             for general, value in family.constants.items():
-                stored = get_tensor(name := general.format(layer - 2))
+                stored = get_tensor(name := general.format(block))
                 if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
                     raise CheckpointError(f"{name}: has value {stored.flatten()[0]}; only {value} is supported")
 
@@ -189,7 +202,11 @@ def to_hf(
     copy: whether each tensor gets its own storage.
     Raises CheckpointError for a layer with missing or unknown tensors, or wrong shapes."""
     table, vocab, specs = _family_for(args, family), _vocabulary(args, vocab_size), layer_params(args)
+    further_blocks = range(args.num_layers, args.num_layers + (args.mtp_num_layers or 0)) if table.predicts_more else ()
     for layer, tensors in layers:
+        block = _block(args, layer)
+        if block >= args.num_layers and not table.predicts_more:
+            continue
         expected = {spec.name: spec.shape for spec in specs.get(layer, ())}
         given_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if given_shapes != expected:
@@ -212,13 +229,17 @@ def to_hf(
                 if len(held) < row.part[1]:
                     continue
                 parts = (merged([held[i] for i in range(row.part[1])]),)
-            for name, part in zip(row.names(layer - 2, spec.experts), parts, strict=True):
+            names = row.names(block, spec.experts)
+            for name, part in zip(names, parts, strict=True):
                 is_view = row.part[1] == 1  # a merged tensor shares no storage
                 yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()
+            for number in further_blocks:
+                for name in _copies(args, spec.name):
+                    yield name.format(number), parts[0].clone() if copy else parts[0].contiguous()
         if isinstance(mixer_of(args, layer), AttentionSpec):
             sample = next(iter(tensors.values()))
             for name, value in table.constants.items():
-                yield name.format(layer - 2), torch.full((), value, dtype=sample.dtype, device=sample.device)
+                yield name.format(block), torch.full((), value, dtype=sample.dtype, device=sample.device)
 
 
 def hf_shapes(
@@ -240,7 +261,7 @@ def hf_names(
     places: (NeoX layer index, NeoX name) of each parameter; the keys of the result."""
     table, specs = _family_for(args, family), named_params(args)
     return {
-        place: row.names(place[0] - 2, spec.experts)
+        place: row.names(_block(args, place[0]), spec.experts)
         for place in places
         for spec, row in _rows(table, args, place[0], [specs[place]])
     }
@@ -257,6 +278,7 @@ def check_hf_tensors(
     family, args = FAMILIES[family_of(config)], NeoXArgs.from_dict(keys, "config.json")
     expected = hf_shapes(args, family=family.model_type, vocab_size=config["vocab_size"])
     head = family.head
+    expected = {name: shape for name, shape in expected.items() if family.copy_of(name) is None}
     unknown = {name for name in shapes.keys() - expected.keys() if name != head and not family.carries(name)}
     extra = {name for name in unknown if not re.fullmatch(family.ignored, name)}
     missing = expected.keys() - shapes.keys()
@@ -362,12 +384,28 @@ def _vocabulary(args: ModelArgs, vocab_size: int | None) -> int:
 def _rows(
     family: Family, args: ModelArgs, layer: int, specs: Iterable[ParamSpec]
 ) -> Iterator[tuple[ParamSpec, TensorMapping]]:
-    is_block = 2 <= layer < args.num_layers + 2
-    table = {row.neox_name: row for row in (*family.rows, SCORE) if row.is_block_parameter == is_block}
+    is_block = _block(args, layer) >= 0
+    further = PREDICTION_ROWS if family.predicts_more else ()
+    table = {row.neox_name: row for row in (*family.rows, *further, SCORE) if row.is_block_parameter == is_block}
     for spec in specs:
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: family {family.model_type} has no tensor for {spec.name}")
         yield spec, table[spec.name]
+
+
+def _copies(args: ModelArgs, name: str) -> list[str]:
+    """Returns HuggingFace's names of the copies of our weight `name` in a block for multi-token prediction.
+
+    A tied head is a copy of the embedding."""
+    head = "word_embeddings.weight" if not args.no_weight_tying else "final_linear.weight"
+    sources = {"word_embeddings.weight": "word_embeddings.weight", "final_linear.weight": head}
+    return [PREDICTION_COPIES[copied] for copied, source in sources.items() if source == name]
+
+
+def _block(args: ModelArgs, layer: int) -> int:
+    """Returns a block's number in HuggingFace's names, by its NeoX layer index; -1 for other layers."""
+    number = block_number(args, layer)
+    return -1 if number is None else number
 
 
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ def _v3_config(args: ModelArgs) -> dict[str, Any]:
         **first_dense_config(args),
         "norm_topk_prob": args.norm_topk_prob,
         "rope_interleave": args.rotary_interleaved,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.mtp_num_layers or 0,
     }
 
 
@@ -195,7 +195,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM", ROWS, _v3_keys, _v3_config, title="DeepSeek V3, R1, Kimi K2",
     in_memory=EXPERTS_IN_MEMORY, predicts_more=True,
     notes="config.json sets: dense blocks at the start, expert groups, YaRN, biases; layers for multi-token "
-    "prediction are left out",
+    "prediction are read and written with mtp_num_layers",
 )  # fmt: skip
 
 

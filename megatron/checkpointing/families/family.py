@@ -185,6 +185,19 @@ def weight_and_bias(
     )
 
 
+_BLOCK = "model.layers.{}."
+# The layers around a block for multi-token prediction (DeepSeek V3, GLM 4.5). Its other rows are a block's.
+PREDICTION_ROWS = (
+    TensorMapping("enorm.scale", (_BLOCK + "enorm.weight",)),
+    TensorMapping("hnorm.scale", (_BLOCK + "hnorm.weight",)),
+    TensorMapping("eh_proj.weight", (_BLOCK + "eh_proj.weight",)),
+    TensorMapping("final_layernorm.scale", (_BLOCK + "shared_head.norm.weight",)),
+)
+# Files hold a copy of embedding and head for each such block, by our name of what is copied.
+PREDICTION_COPIES = {
+    "word_embeddings.weight": _BLOCK + "embed_tokens.weight",
+    "final_linear.weight": _BLOCK + "shared_head.head.weight",
+}
 # The head of every class for sequence classification.
 SCORE = TensorMapping("rm_linear.weight", ("score.weight",))
 
@@ -200,7 +213,8 @@ class Family:
     ignored: a regular expression for HuggingFace tensors without trained values.
     carried: a regular expression for tensors that NeoX models lack. They are copied unchanged from import to
         export. None: there are none.
-    predicts_more: files may hold blocks after the last, for multi-token prediction, which are left out.
+    predicts_more: files may hold blocks after the last, for multi-token prediction, which are read and
+        written only with `mtp_num_layers`.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
         several names, or of all experts ({expert}), are one tensor in memory.
@@ -269,10 +283,17 @@ class Family:
         return self.carried is not None and re.fullmatch(self.carried, name) is not None
 
     def leaves_out(self, name: str, blocks: int) -> bool:
-        """Whether the HuggingFace tensor `name` is of a block after the last, which is not read
-        (`predicts_more`). blocks: number of blocks."""
+        """Whether the HuggingFace tensor `name` is of block number `blocks` or later, which are not read
+        (`predicts_more`)."""
         block = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.predicts_more else None
         return block is not None and int(block[1]) >= blocks
+
+    def copy_of(self, name: str) -> str | None:
+        """Returns our name of the weight that the tensor `name` copies for multi-token prediction; None if it
+        is no such copy."""
+        general = "model." + re.sub(r"(?<=layers\.)\d+(?=\.)", "{}", name.removeprefix("model."), count=1)
+        copies = PREDICTION_COPIES.items() if self.predicts_more else ()
+        return next((neox_name for neox_name, hf_name in copies if hf_name == general), None)
 
     @property
     def head(self) -> str:

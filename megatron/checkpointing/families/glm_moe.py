@@ -60,15 +60,15 @@ def _config(args: ModelArgs) -> dict[str, Any]:
         **grouped_expert_config(args),
         **first_dense_config(args),
         "norm_topk_prob": args.norm_topk_prob,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.mtp_num_layers or 0,
     }
 
 
 GLM4_MOE = Family(
     "glm4_moe", "Glm4MoeForCausalLM", replaced_rows(*DEEPSEEK_ROWS), _keys, _config, title="GLM 4.5, 4.6, 4.7",
     in_memory=EXPERTS_IN_MEMORY, predicts_more=True, has_scorer=False,
-    notes="config.json sets: dense blocks at the start, QK norms, biases; layers for multi-token prediction are left "
-    "out",
+    notes="config.json sets: dense blocks at the start, QK norms, biases; layers for multi-token prediction are read "
+    "and written with mtp_num_layers",
 )  # fmt: skip
 
 
@@ -90,11 +90,13 @@ def _lite_config(args: ModelArgs) -> dict[str, Any]:
         "mlp_layer_types": [SPARSE if args.has_experts(block) else DENSE for block in range(args.num_layers)],
         "norm_topk_prob": args.norm_topk_prob,
         "rope_interleave": args.rotary_interleaved,
+        "num_nextn_predict_layers": args.mtp_num_layers or 0,
     }
 
 
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite", "Glm4MoeLiteForCausalLM", replaced_rows(*LATENT_ROWS, *DEEPSEEK_ROWS), _lite_keys, _lite_config,
     title="GLM 4.7 Flash", in_memory=EXPERTS_IN_MEMORY, predicts_more=True, has_scorer=False,
-    notes="config.json sets: dense blocks; layers for multi-token prediction are left out",
+    notes="config.json sets: dense blocks; layers for multi-token prediction are read and written with "
+    "mtp_num_layers",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from megatron.checkpointing.huggingface.companion_files import (
     reads_same_tokens,
     run_companion_files,
 )
-from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
+from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover, unwritten_blocks
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.importing import (
     hf_loader,

@@ -28,7 +28,14 @@ from megatron.checkpointing.families.convert import (
     unchanged_family,
     with_fields,
 )
-from megatron.checkpointing.families.multimodal import TEXT_TOWERS, is_multimodal, multimodal_config, stored_name
+from megatron.checkpointing.families.multimodal import (
+    TEXT_TOWERS,
+    is_multimodal,
+    multimodal_config,
+    stored_name,
+    text_config,
+)
+from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.checkpointing.huggingface.carried_tensors import carried_tensors
 from megatron.checkpointing.huggingface.companion_files import (
     CARD,
@@ -39,6 +46,7 @@ from megatron.checkpointing.huggingface.companion_files import (
 from megatron.checkpointing.huggingface.folder import CONFIG, TEMPLATES, HFFolder, SafetensorsFile, cast_to
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.model_card import model_card
+from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.huggingface.weight_writer import SHARD_BYTES, planned_sizes, weight_bytes, write_weights
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.optimizer_files import OptimizerFiles
@@ -180,6 +188,17 @@ def export_hf(
         return compare_logits(HFFolder(temporary, str(output)), export.args, weights, export.vocab)
 
 
+def unwritten_blocks(folder: str | Path, args: ModelArgs) -> str | None:
+    """Returns a line about blocks for multi-token prediction that an exported folder lacks; None: it has all.
+
+    args: the configuration of what was exported."""
+    family = FAMILIES[family_of(text_config(read_config(Path(folder))))]
+    if not args.mtp_num_layers or family.predicts_more:
+        return None
+    blocks = f"{args.mtp_num_layers} blocks for multi-token prediction (mtp_num_layers)"
+    return f"{folder}: {blocks} are left out: files of {family.model_type} have no place for them"
+
+
 def export_plan(source: str | Path, args: NeoXArgs, **options: Unpack[ExportOptions]) -> dict[str, int]:
     """Returns {file name: size in bytes} of the folder that `export_hf` would write; no weight is read.
 
@@ -238,7 +257,8 @@ def _prepare(
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
-    parameters = sum(map(math.prod, shapes.values()))
+    written_family = FAMILIES[family_of(config)]
+    parameters = sum(math.prod(shape) for name, shape in shapes.items() if written_family.copy_of(name) is None)
     card = model_card(source, run_args, config, parameters, dtype, extras.card, averaged)
     if carried is not None and is_part:
         config = multimodal_config(config, extras.full_config, is_same_model(args, extras.config))

@@ -132,7 +132,10 @@ class HFFolder:
         to the dtype in config.json; their scales are not in `shapes`.
     left_out: a message about blocks after the last that are not read (`Family.predicts_more`); None: there
         are none.
-    Raises CheckpointError for missing or damaged files, and for unsupported quantisation.
+    mtp_layers: number of these blocks that are read, for multi-token prediction. Their copies of embedding
+        and head are not in `shapes`.
+    Raises CheckpointError for missing or damaged files, for unsupported quantisation, and for fewer such
+    blocks or other copies.
     """
 
     is_transformers_format = True
@@ -141,8 +144,10 @@ class HFFolder:
     left_out: str | None = None
     carried: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
-    def __init__(self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None) -> None:
-        self.path, self.dtype = Path(path), dtype
+    def __init__(
+        self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None, mtp_layers: int = 0
+    ) -> None:
+        self.path, self.dtype, self.mtp_layers = Path(path), dtype, mtp_layers
         self.origin = origin or str(path)
         file_config = read_config(self.path)
         self.config = text_config(file_config)
@@ -170,6 +175,7 @@ class HFFolder:
             name: packed.shape for name, packed in self._packed.items()
         }
         self._names: Mapping[str, str] = {}
+        self._copies: Mapping[str, str] = {}  # names of copies for multi-token prediction: our names of the originals
         self._experts: Mapping[str, ExpertRows] = {}
         if is_multimodal(file_config):
             self._names = text_names(self.shapes)
@@ -185,6 +191,8 @@ class HFFolder:
             self._leave_out(family)
             self._name_as_files(family)
         self._read_tie()
+        if mtp_layers:
+            self._check_prediction_blocks()
 
     def _read_tie(self) -> None:
         """Set `tie_word_embeddings` in `config` to false if the files hold a head that differs from the
@@ -220,13 +228,36 @@ class HFFolder:
         blocks = self.config.get("num_hidden_layers")
         if not isinstance(blocks, int):
             return
+        blocks += self.mtp_layers
         read = {name: shape for name, shape in self.shapes.items() if not family.leaves_out(name, blocks)}
         if len(read) < len(self.shapes):
             self.left_out = (
                 f"{len(self.shapes) - len(read)} tensors of layers.{blocks} and later are left out: they are for "
-                "multi-token prediction, which this program does not train"
+                "multi-token prediction; mtp_num_layers (--mtp-num-layers) reads them"
             )
-        self.shapes = read
+        self._copies = {name: copied for name in read if (copied := family.copy_of(name)) is not None}
+        self.shapes = {name: shape for name, shape in read.items() if name not in self._copies}
+
+    def _check_prediction_blocks(self) -> None:
+        """Raise CheckpointError if there are fewer than `mtp_layers` blocks for multi-token prediction.
+
+        Also if their copy of the embedding or the head differs from the model's."""
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        stored = self.config.get("num_nextn_predict_layers") or 0
+        if family is None or not family.predicts_more or stored < self.mtp_layers:
+            raise CheckpointError(
+                f"{self.origin}: has {stored if family and family.predicts_more else 0} layers for multi-token "
+                f"prediction (num_nextn_predict_layers), not {self.mtp_layers}; lower mtp_num_layers, or remove it"
+            )
+        for name, copied in self._copies.items():
+            source = next(row.hf_names[0] for row in family.rows if row.neox_name == copied)
+            if source not in self.shapes:  # a tied head
+                source = next(row.hf_names[0] for row in family.rows if row.neox_name == "word_embeddings.weight")
+            if not torch.equal(self.get_carried(name), self.get_carried(self._names.get(source, source))):
+                raise CheckpointError(
+                    f"{self.origin}: {name} differs from {source}, but multi-token prediction shares it here; remove "
+                    "mtp_num_layers"
+                )
 
     def _name_as_files(self, family: Family) -> None:
         """Rename tensors in `shapes` to the names that the family's class with a head writes to files."""

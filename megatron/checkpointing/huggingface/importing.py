@@ -4,7 +4,7 @@ Tensors are streamed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def import_hf(
     checkpoint is complete. Raises CheckpointError."""
     save = Path(save)
     keys, args, dtype = _prepare(folder, tensor, pipe)
-    tensors = from_hf(folder.config, folder.get, padded_vocab_size=keys["padded_vocab_size"])[1]
+    tensors = _converted(folder, keys["padded_vocab_size"])[1]
     _check_target(save / layout.step_tag(iteration))
     specs = layer_params(args)
     companions = _companion_files(folder, chat_template)
@@ -187,7 +187,7 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
     tensor, pipe: tensor- and pipeline-parallel size. No weight is read. Raises CheckpointError for a folder
         that cannot be imported with this layout."""
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
-    keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
+    keys = _converted(folder, rows)[0]
     check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
     required = _required_tensors(folder, keys)
     dtypes = {dtype for name, dtype in folder.dtypes.items() if name in required}
@@ -197,6 +197,17 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
         return keys, NeoXArgs.from_dict(keys), dtype
     except ConfigError as problem:
         raise CheckpointError(f"{folder.origin}: {problem}") from problem
+
+
+def _converted(
+    folder: HFFolder,
+    rows: int | None,
+    get: Callable[[str], Tensor] | None = None,
+    layers: Collection[int] | None = None,
+) -> tuple[dict[str, Any], Iterator[tuple[int, str, Tensor]]]:
+    """Returns `from_hf` of a folder, with its blocks for multi-token prediction. rows: padded vocabulary."""
+    read = folder.get if get is None else get
+    return from_hf(folder.config, read, padded_vocab_size=rows, layers=layers, mtp_layers=folder.mtp_layers)
 
 
 def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict[str, bytes]:
@@ -235,7 +246,7 @@ def _required_tensors(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
         param_sources.add(name)
         return torch.empty(folder.shapes[name], device="meta")
 
-    for _, name, _ in from_hf(folder.config, get, padded_vocab_size=keys["padded_vocab_size"])[1]:
+    for _, name, _ in _converted(folder, keys["padded_vocab_size"], get)[1]:
         required |= set() if may_be_wide(name) else param_sources
         param_sources.clear()
     return required
@@ -271,7 +282,7 @@ def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> Lo
     def load(*, layers: Iterable[int], tensor_rank: int, tensor_size: int) -> dict[int, dict[str, Tensor]]:
         (folder, specs), requested = opened(), set(layers)
         loaded: dict[int, dict[str, Tensor]] = {layer: {} for layer in requested}
-        tensors = from_hf(folder.config, folder.get, padded_vocab_size=args.padded_vocab_size, layers=requested)[1]
+        tensors = _converted(folder, args.padded_vocab_size, layers=requested)[1]
         for layer, name, value in tensors:
             local = shard(value, specs[layer][name], tensor_rank, tensor_size)
             loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
@@ -289,14 +300,14 @@ def _open_as(
     """Returns (the opened folder, {NeoX layer index: {NeoX name: spec of the parameter}}).
 
     new_head: ignore the output layer. Raises CheckpointError if the folder's model does not fit `args`."""
-    folder, rows = HFFolder(path), args.padded_vocab_size
+    folder, rows = HFFolder(path, mtp_layers=args.mtp_num_layers or 0), args.padded_vocab_size
     assert rows is not None
     if rows < folder.vocab_size:
         raise CheckpointError(
             f"{path}: has {folder.vocab_size} vocabulary rows, but padded_vocab_size is {rows}; leave the key out, or "
             f"set at least {folder.vocab_size}"
         )
-    keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
+    keys = _converted(folder, rows)[0]
     _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path), new_head)
     check_hf_tensors(folder.config, keys, folder.shapes, str(path))
     return folder, {layer: {spec.name: spec for spec in specs} for layer, specs in layer_params(args).items()}
@@ -338,7 +349,7 @@ def vocab_size_from_hf(path: str | Path, args: ModelArgs, tokens: int) -> tuple[
     """Returns (padded_vocab_size, a log line about it) for a run that starts from a HuggingFace folder.
 
     tokens: number of tokens of the run's tokenizer."""
-    folder = HFFolder(path)
+    folder = HFFolder(path, mtp_layers=args.mtp_num_layers or 0)
     vocab = folder.vocab_size
     rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
     added = max(0, tokens - vocab)

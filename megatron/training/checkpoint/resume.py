@@ -233,8 +233,11 @@ class CheckpointLoader:
         )
         if manifest is not None:
             check_model(adapter_model(manifest), self.args, str(path), new_head)
+            if self.args.mtp_num_layers is None and (unread := manifest.model.get("mtp_num_layers")):
+                text = f"its {unread} blocks for multi-token prediction are left out, as mtp_num_layers is not set"
+                self.logger.info(f"{path}: {text}")
         layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
-        if not self.args.no_weight_tying and self.groups.is_last_stage:
+        if self.groups.is_last_stage and (not self.args.no_weight_tying or self.engine.stage.predictions):
             layers.add(0)
         if new_head:
             layers -= {self.args.num_layers + 4}

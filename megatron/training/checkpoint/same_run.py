@@ -94,6 +94,10 @@ def check_same_run(
     """
     check_model(manifest.model, args, str(path))
     run_words = f"the run of {path}"
+    saved_mtp = manifest.model.get("mtp_num_layers")
+    if saved_mtp is not None and args.mtp_num_layers is None:
+        text = describe_changes([ConfigChange("mtp_num_layers", None, saved_mtp)], args, run_words)
+        raise CheckpointError(f"{text}; restore it, or set finetune: true to start anew without these blocks")
     saved, now = manifest.model.get("lora"), model_keys(args)["lora"]
     if saved is None and now is not None:
         text = describe_changes([ConfigChange("lora", now, saved)], args, run_words)

@@ -37,7 +37,7 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
 from megatron.checkpointing.families.convert import hf_config
-from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, run_companion_files
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, run_companion_files, unwritten_blocks
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
 from megatron.checkpointing.manifest import MANIFEST
@@ -232,6 +232,8 @@ class CheckpointWriter:
             export_peft(open_adapter(path), folder, notes=notes, run_args=self.args)
         else:
             export_hf(path, self.args, folder, check=False, notes=notes, progress=partial(layers_unless, look))
+            if (note := unwritten_blocks(folder, self.args)) is not None:
+                self.logger.info(note)
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
         """Write the current model to `folder` in HuggingFace's format, with additional files.
