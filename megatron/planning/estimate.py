@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megatron.data import rows_per_sample
-from megatron.model import block_specs, layer_params
+from megatron.model import block_specs, layer_params, prediction_specs
 from megatron.model.layer_products import head_products, mixing_products
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.machines import Machine
@@ -116,7 +116,7 @@ class MemoryEstimator:
         """How many blocks have each matrix: (shape, sharded axis, experts)."""
         counts: dict[tuple[Any, ...], int] = {}
         params = layer_params(self._args)
-        for block in block_specs(self._args):
+        for block in (*block_specs(self._args), *prediction_specs(self._args)):
             for spec in params[block.index]:
                 if len(spec.shape) == 2 and spec.weight_decay:
                     key = spec.shape, spec.axis, spec.experts or 0
@@ -228,7 +228,9 @@ class Estimator(MemoryEstimator):
             ]
             forward += count * times[0]
             products += count * sum(times)
-        scores = 2.0 * 2.0 * tokens / tensor * sum(mixing_products(b.mixer, args.seq_length) for b in block_specs(args))
+        predictions = prediction_specs(args)
+        mixers = [block.mixer for block in (*block_specs(args), *predictions)]
+        scores = 2.0 * 2.0 * tokens / tensor * sum(mixing_products(mixer, args.seq_length) for mixer in mixers)
         reached = machine.reached
         for share, factor in ((reached.attention, 1.0), (reached.attention_backward, 2.5)):
             seconds = factor * scores / 2 / (machine.gpu.bf16 * 1e12 * share)
@@ -250,5 +252,6 @@ class Estimator(MemoryEstimator):
             exchanges += machine.collective_seconds("all_gather", size * context / 2, members) * args.num_layers
         shape = tokens, args.padded_vocab_size // tensor, args.hidden_size
         flops = 2.0 * tokens * head_products(args) / tensor
-        head = 3 * machine.seconds(Operation("product", "", flops, 0.0, shape, "bfloat16"))
+        heads = 1 + len(predictions)  # each block of multi-token prediction runs the output layer again
+        head = 3 * heads * machine.seconds(Operation("product", "", flops, 0.0, shape, "bfloat16"))
         return _Pass(forward, elementwise, products + elementwise, travels * reached.tensor, exchanges, head)

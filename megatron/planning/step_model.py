@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.data import rows_per_sample
 from megatron.model.pipeline_partition import StagePlacement, partition_layers
-from megatron.model.specs import BlockSpec, LayerSpec
+from megatron.model.specs import LayerSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.kinds import stand_in_places, traced_places
 from megatron.planning.machines import Machine
@@ -118,7 +118,7 @@ class StepModel:
                 specs = self.stages[stage]
                 traced = [i for i in trace.chunks[min(chunk, len(trace.chunks) - 1)] if i in trace.kinds]
                 result |= {spec.index: spec.index for spec in specs}
-                result |= _stand_ins([s.index for s in specs if isinstance(s, BlockSpec)], traced, trace)
+                result |= _stand_ins([s.index for s in specs if s.kind == "block"], traced, trace)
         return result
 
     @cached_property

@@ -40,6 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 zbv": (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 24}),
     "pp4 hybrid": (4, {"pipe_parallel_size": 4, "attention_config": [[["global"], 6], [["mamba2"], 6]]}),
     "ep2": (2, EXPERTS),
+    "two depths": (1, {"mtp_num_layers": 2}),
+    "two depths, pp2 zero 1": (4, {**PP2, "mtp_num_layers": 2, "zero_optimization": {"stage": 1}}),
     "pp2 tied": (2, {**PP2, "no_weight_tying": False}),
     "pairs, pp2 zero 1": (4, {**DPO, **PP2, "zero_optimization": {"stage": 1}}),
     "packed pairs, cp2": (2, {**PACKED_DPO, "context_parallel_size": 2}),
@@ -54,7 +56,7 @@ AXES = {
     "ep2": {("expert", "all_to_all"), ("data", "all_reduce")},
     "pp2 zero 1": {("pipe", "send"), ("data", "reduce_scatter")},
 }
-LONGER = ("pairs, pp2 zero 1", "pp2 zero bubble", "ep2", "pairs, head in five chunks")
+LONGER = ("pairs, pp2 zero 1", "two depths, pp2 zero 1", "pp2 zero bubble", "ep2", "pairs, head in five chunks")
 PRODUCT = {*LAYOUTS} - {"zero 3, recomputed", "pp2 zero 1", *LONGER}
 
 

@@ -86,6 +86,7 @@ def checkpoint_bytes(args: ModelArgs) -> int:
               if args.has_experts(i) or args.has_dense(i))  # fmt: skip
     embeddings = (args.padded_vocab_size or 50304) * h * (1 if args.no_weight_tying is False else 2)
     parameters = attention + fed + embeddings
+    parameters += ((attention + fed) // args.num_layers + 2 * h * h) * (args.mtp_num_layers or 0)
     return parameters * (12 if args.params_dtype == "fp32" else 14)
 
 

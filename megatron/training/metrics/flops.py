@@ -2,7 +2,7 @@
 logs."""
 
 from megatron.data import rows_per_sample
-from megatron.model import block_specs, layer_params, lowest_trained, trained_parameters
+from megatron.model import block_specs, layer_params, lowest_trained, prediction_specs, trained_parameters
 from megatron.model.layer_products import head_products, mixing_products, weight_products
 from megatron.model.trainable import head_parameter
 from megatron.neox_arguments import NeoXArgs
@@ -20,12 +20,13 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
       token is routed to count.
     - Attention counts as the causal half of its square, packed documents or not; Mamba 2 as the causal half
       of each chunk. Mamba's scan counts as three products with its state.
-    - Recomputation does not count.
+    - Recomputation does not count. Each block of multi-token prediction counts with its output layer.
     """
     seq = seq_length or args.seq_length
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
     multiplications = 0.0
-    for block in block_specs(args):
+    predictions = prediction_specs(args)
+    for block in (*block_specs(args), *predictions):
         layer, scores_and_values = block.index, mixing_products(block.mixer, row_length or seq)
         sizes = {(layer, spec.name): weight_products(spec, args) for spec in specs[layer]}
         forward, trained_size = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
@@ -37,6 +38,7 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
         {(head_layer, name), (head_layer, name.replace(".weight", ".modules_to_save"))}
     )
     multiplications += head_products(args) * (1 + head_trained + (lowest < head))
+    multiplications += head_products(args) * len(predictions) * (2 + head_trained)
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 
@@ -53,7 +55,8 @@ def neox_flops(
     models with blocks that GPT-NeoX lacks, `model_flops` counts instead.
     """
     kinds = set(args.attention_config)
-    if kinds - {"global", "flash", "mamba"} or args.kv_lora_rank is not None:
+    is_newer = args.kv_lora_rank is not None or args.mtp_num_layers is not None
+    if kinds - {"global", "flash", "mamba"} or is_newer:
         return model_flops(args, seq_length, row_length) * factor / 3.0
     if "mamba" in kinds:
         return _neox_mamba_flops(args, factor, seq_length or args.seq_length)

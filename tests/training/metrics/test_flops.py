@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.model import freeze
 from megatron.model.init import stage_parameters
-from megatron.objectives import LANGUAGE_MODELLING
+from megatron.objectives import LANGUAGE_MODELLING, language_modelling
 from megatron.training.metrics.flops import model_flops, neox_flops
 from tests.model.stages import make_stage, random_batch, random_weights, small
 from tests.training.runs import LLAMA
@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "learned": {"pos_emb": "learned", "padded_vocab_size": 192, "seq_length": 32, "num_layers": 3},
     "alibi": {"pos_emb": "alibi", "activation": "geglu", "num_kv_heads": 1},
+    "two depths": {**LLAMA, "mtp_num_layers": 2},
     "adapters": {"num_layers": 6, "lora": {"r": 4, "target": ["q_proj", "dense", "up_proj"]}},
     "adapters and copies": {"no_weight_tying": True, "lora": {"r": 2, "modules_to_save": ["embed_tokens", "lm_head"]}},
     "adapters and a tied copy": {"lora": {"r": 2, "modules_to_save": ["embed_tokens"]}},
@@ -31,10 +32,11 @@ def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
     args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
     stage, batch = make_stage(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
     freeze(stage_parameters(stage), args)
+    objective = language_modelling(mtp_layers=args.mtp_num_layers or 0, mtp_factor=0.5)
     with FlopCounterMode(display=False) as counter:
-        stage(None, batch, lambda head: LANGUAGE_MODELLING.loss_sum(head, batch, None)[0]).backward()
+        stage(None, batch, lambda head: objective.loss_sum(head, batch, None)[0]).backward()
     one_product = 2 * ROWS * args.seq_length**2 * args.num_attention_heads * args.head_dim
-    square = args.num_layers * 6 * one_product  # two products forward, four backward
+    square = (args.num_layers + (args.mtp_num_layers or 0)) * 6 * one_product  # two products forward, four backward
     operator_flops = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     assert operator_flops["aten.bmm"] == square
     assert model_flops(args) == pytest.approx(counter.get_total_flops() - square / 2, rel=0.01)
