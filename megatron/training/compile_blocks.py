@@ -130,7 +130,7 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         is_full_graph = one_graph or not isinstance(spec.feed_forward, MoESpec)
         is_full_graph &= spec not in stage.state_blocks or stage.scans.package == "torch"
-        is_full_graph &= not isinstance(spec.mixer, GatedDeltaNetSpec)
+        is_full_graph &= not isinstance(spec.mixer, GatedDeltaNetSpec) and args.qk_clip_threshold is None
         block.compile(fullgraph=is_full_graph, **mode)
     if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
         head.compile_kernels()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron.model.attention.backend_choice import AttentionBackends
 from megatron.model.attention.backends import AttentionOptions, equal_widths
 from megatron.model.attention.inputs import AttentionInputs
+from megatron.model.attention.largest_logits import LogitWatch
 from megatron.model.attention.ring import ring_attention
 from megatron.model.cache import LayerCache
 from megatron.model.specs import AttentionSpec
@@ -23,6 +24,7 @@ class HeadAttention(nn.Module):
     Context ranks exchange heads for columns, gather keys and values, or hand them round.
 
     sinks: `[heads]`, an additional logit of each head's softmax (attention_sinks); None: there are none.
+    logit_watch: notes the largest logits of training (qk_clip_threshold); None: they are not needed.
     keeps_keys: whether backward finds the keys gathered from context ranks, instead of gathering them again;
         True where recomputation gathers them.
     """
@@ -39,6 +41,7 @@ class HeadAttention(nn.Module):
         self.own_heads = slice(start * number, (start + 1) * number)  # after the exchange of heads
         self.scale, self.softcap, self.dropout_p = spec.scale, spec.softcap, spec.dropout
         self.backends = backends
+        self.logit_watch: LogitWatch | None = None
 
     def attend_heads(
         self,
@@ -56,6 +59,8 @@ class HeadAttention(nn.Module):
         seed: for dropout of attention probabilities; None: no dropout.
         cache: the keys and values of earlier tokens in generation; None in training.
         """
+        if self.logit_watch is not None and self.training and cache is None:
+            self.logit_watch(q, k, inputs)
         width, in_parts = v.shape[-1], inputs.heads is not None or inputs.key_index is not None or bool(inputs.ring)
         if in_parts and width != k.shape[-1]:  # between ranks, keys and values are one tensor
             q, k, v = equal_widths(q, k, v)

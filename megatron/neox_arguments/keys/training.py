@@ -30,6 +30,12 @@ class OptimizerKeys:
         "the new ones. It is saved, validated as validation/ema, and loaded by load_ema",
         gt=0, lt=1,
     )  # fmt: skip
+    qk_clip_threshold: float | None = new_key(
+        None,
+        "Native engine: after each update, scale down queries and keys of heads whose largest attention logit of the "
+        "step was above this (QK-Clip of Kimi K2, which has 100). It costs one more product of queries and keys",
+        gt=0,
+    )  # fmt: skip
     overlap_optimizer_with_forward: Literal["auto"] | bool = new_key(
         "auto",
         "Native engine: overlap a step's update with the next forward, updating each layer's weights before "

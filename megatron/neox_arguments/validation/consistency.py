@@ -18,7 +18,7 @@ from megatron.neox_arguments.validation.preferences import validate_preferences
 from megatron.neox_arguments.validation.schedule import validate_schedule
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
-from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.losses import least_prefix_saving, sample_kind
 from megatron.neox_arguments.values.remote_paths import is_remote, remote_data_error, remote_path_error
 from megatron.neox_arguments.values.valid_sets import validate_valid_sets
 
@@ -295,6 +295,32 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if any(iteration < 0 for iteration in args.extra_save_iters or ()):
         problems.add("extra_save_iters", "expected iterations of at least 0")
     _averages(args, problems)
+    _qk_clip(args, problems)
+
+
+def _qk_clip(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Checks what QK-Clip cannot be combined with."""
+    key = "qk_clip_threshold"
+    if args.qk_clip_threshold is None:
+        return
+    if not args.attends:
+        problems.add(key, "no block of attention_config has attention; remove it")
+    reasons = {
+        "use_qk_layernorm": "norms of queries and keys undo any scale of their weights",
+        "clip_qkv": "clamped queries and keys do not follow their weights",
+        "te_mha": "Transformer-Engine's names of weights are not known to it",
+        "attn_logit_softcapping": "logits have a cap already",
+        "lora": "the weights of queries and keys are frozen",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name):
+            problems.add(key, f"{reason} ({name} {args.cite(name)}); remove one of them")
+    if args.pos_emb in ("alibi", "rpe"):
+        problems.add(key, f"does not scale position biases (pos_emb {args.cite('pos_emb')}); remove it")
+    if args.context_parallel_size > 1:
+        problems.add(key, f"needs full rows, which context_parallel_size {args.cite('context_parallel_size')} divides")
+    if least_prefix_saving(args) is not None:
+        problems.add(key, "does not know prompts that two answers share; set prefix_sharing: false")
 
 
 def _averages(args: ResolvedArgs, problems: ErrorCollector) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.training.native.limits import NATIVE_KEYS
 from megatron.training.offload import offload, offload_problems
 
 # Keys of DeepSpeed that are passed on unchanged. `deepspeed_extra_args` may hold only these and our own keys.
@@ -85,12 +86,9 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
         yield f"{args.origin('optimizer.type')}: {name} runs on the native engine only; write engine: native"
-    if args.ema_decay is not None:
-        place = f"{args.origin('ema_decay')}: ema_decay"
-        yield f"{place}: weights are averaged by the native engine only; write engine: native"
-    if args.mtp_num_layers is not None:
-        place = f"{args.origin('mtp_num_layers')}: mtp_num_layers"
-        yield f"{place}: multi-token prediction runs on the native engine only; write engine: native"
+    for key in NATIVE_KEYS:
+        if getattr(args, key) is not None:
+            yield f"{args.origin(key)}: {key}: runs on the native engine only; write engine: native, or remove it"
     if args.on_out_of_memory == "split":
         place = f"{args.origin('on_out_of_memory')}: on_out_of_memory: split"
         fix = "write engine: native, or on_out_of_memory: stop"

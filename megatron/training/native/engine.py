@@ -84,6 +84,7 @@ class NativeEngine(Engine):
         self._loss.begin(scale / weight.clamp(min=1.0))
         if not self._stage.training:
             self._stage.train()
+        self._update.begin_step()
         self._begin_balance(batches, scale / (len(batches) * self.groups.size("data")))
         loss = self._pipeline.run(batches, self._loss.scaled_loss, self._begin_gradients, self.shards.end_gradients)
         loss /= scale
@@ -110,7 +111,7 @@ class NativeEngine(Engine):
         finding = self.watch.end(skipped, untrained)
         norm = torch.where(untrained, 0.0, norm)
         new_scale = None if self._scaler is None else self._scaler.scale.clone()
-        metrics, rows = self._mean_metrics(), self._loss.rows
+        metrics, rows = {**self._mean_metrics(), **self._update.metrics}, self._loss.rows
         return StepResult(loss, norm, skipped, spike, metrics, untrained, new_scale, finding, rows)
 
     def _begin_gradients(self, gradient_pass: GradientPass) -> None:

@@ -11,6 +11,8 @@ _HONOURED_KEYS = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offl
 
 
 NATIVE_OPTIMIZERS = ("muon",)
+NATIVE_KEYS = ("ema_decay", "mtp_num_layers", "qk_clip_threshold")
+"""Keys that only the native engine honours, wherever they are set."""
 """Values of `optimizer.type`, in lower case, that only the native engine supports."""
 
 
@@ -55,10 +57,9 @@ def native_only_feature(args: NeoXArgs) -> str | None:
         return f"optimizer.type ({args.origin('optimizer.type')}) {args.optimizer['type']}"
     if args.optimizer_state_dtype == "bf16":
         return f"optimizer_state_dtype ({args.origin('optimizer_state_dtype')}) bf16"
-    if args.ema_decay is not None:
-        return f"ema_decay ({args.origin('ema_decay')}) {args.ema_decay}"
-    if args.mtp_num_layers is not None:
-        return f"mtp_num_layers ({args.origin('mtp_num_layers')}) {args.mtp_num_layers}"
+    for key in NATIVE_KEYS:
+        if (value := getattr(args, key)) is not None:
+            return f"{key} ({args.origin(key)}) {value}"
     if args.on_out_of_memory == "split":
         return f"on_out_of_memory ({args.origin('on_out_of_memory')}) split"
     if args.expert_parallel_size > 1:

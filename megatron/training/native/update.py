@@ -17,6 +17,7 @@ from megatron.training.apex import uses_apex
 from megatron.training.native.apex_adam import ApexAdam
 from megatron.training.native.fused_update import FusedAdamW
 from megatron.training.native.muon import Muon, is_block_matrix
+from megatron.training.native.qk_clip import QKClip
 from megatron.training.native.shards import Shard, Weights
 from megatron.training.native.stochastic_rounding import Stream, stream_number
 from megatron.training.native.update_schedule import PartialUpdate, UpdateSchedule, first_uses
@@ -68,6 +69,8 @@ class Update:
             part.optimizer.state = self.state
         self.averages: dict[Tensor, Tensor] = {}
         self._ema_decay, self._new_share = args.ema_decay, torch.zeros(())
+        threshold = args.qk_clip_threshold
+        self._qk_clip = QKClip(stage, groups, threshold) if threshold is not None else None
         self._schedule = UpdateSchedule(stage, shards_by_user, groups.device) if overlapped else None
         self._fused = args.fused_update is True
         self._clips_inside = all(
@@ -77,6 +80,16 @@ class Update:
         owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
         self._zero = torch.zeros((), device=weights.state_device)
+
+    def begin_step(self) -> None:
+        """Forget the attention logits of earlier steps; call it before the first forward of a step."""
+        if self._qk_clip is not None:
+            self._qk_clip.begin_step()
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The metrics of the last update, by name, equal on every rank."""
+        return {} if self._qk_clip is None else self._qk_clip.metrics
 
     @torch.no_grad()
     def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -110,6 +123,8 @@ class Update:
             gradients = self._judged(gradients, norm, skip)
         gradient_of = dict(zip(self._weights.trained, gradients, strict=True))
         found_inf = skip.float()
+        if self._qk_clip is not None:
+            self._qk_clip.decide(skip)
         if self._ema_decay is not None:
             self._new_share = (1.0 - self._ema_decay) * (1.0 - found_inf)  # 0 if the step is skipped
         scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0) if self._max_norm > 0.0 else None
@@ -155,10 +170,12 @@ class Update:
             for shard, gradient in zip(shards, shard_gradients, strict=True):
                 shard.local.grad = gradient
         optimizer.step()
+        if self._qk_clip is not None:
+            self._qk_clip.apply(shards)
         if self._ema_decay is not None:
             for shard in shards:
                 self.averages[shard.local].lerp_(shard.local.detach().float(), self._new_share)
-        if not self._fused:  # a fused update has already written the weights
+        if not self._fused or self._qk_clip is not None:  # a fused update has already written the weights
             self._weights.publish(shards)
 
     def _release(self, shards: Sequence[Shard]) -> None:

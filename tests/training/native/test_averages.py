@@ -168,6 +168,7 @@ def test_it_is_loaded_and_exported(averaged: Path, tmp_path: Path) -> None:
     [
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"ema_decay": 0.9, "engine": "deepspeed"}, "ema_decay"),
+        ({"qk_clip_threshold": 9.0, "engine": "deepspeed"}, "qk_clip_threshold"),
         ({"ema_decay": 0.9, "lora": {"r": 2}}, "ema_decay: averages no adapters"),
         ({"ema_decay": 0.9, "compat_no_save_optim": True}, "ema_decay: is saved with the optimizer's state"),
         ({"ema_decay": 0.9, "valid_sets": {"ema": "a"}, "eval_iters": 1}, "valid_sets.ema"),
