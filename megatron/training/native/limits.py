@@ -11,9 +11,9 @@ _HONOURED_KEYS = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offl
 
 
 NATIVE_OPTIMIZERS = ("muon",)
-NATIVE_KEYS = ("ema_decay", "mtp_num_layers", "qk_clip_threshold")
-"""Keys that only the native engine honours, wherever they are set."""
 """Values of `optimizer.type`, in lower case, that only the native engine supports."""
+NATIVE_KEYS = ("ema_decay", "mtp_num_layers", "qk_clip_threshold")
+"""Keys that only the native engine supports."""
 
 
 class Limit(NamedTuple):
