@@ -138,6 +138,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_value_heads": 4, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2,
         "layer_types": [_FULL, "linear_attention"] * 2, "norm_topk_prob": False, "attention_bias": True,
         "tie_word_embeddings": True}),
+    "qwen 3.5": ("Qwen3_5TextConfig", {**_GQA, **_DELTA, "linear_key_head_dim": 14, "head_dim": 8}),
+    "qwen 3.5 wide": ("Qwen3_5TextConfig", {**_DELTA, "num_key_value_heads": 8, "head_dim": 16,
+        "linear_num_value_heads": 4, "layer_types": [_FULL, "linear_attention"] * 2, "attention_bias": True,
+        "tie_word_embeddings": True}),
+    "qwen 3.5 moe": ("Qwen3_5MoeTextConfig", {**_GQA, **_DELTA, **_QWEN_EXPERTS, "head_dim": 8,
+        "shared_expert_intermediate_size": 24}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
@@ -165,6 +171,8 @@ _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
 _WIDE = {"head_dim": 10}
 _ODD_MLA = {"num_key_value_heads": None, "q_lora_rank": 9, "qk_rope_head_dim": 6, "v_head_dim": 7,
             "n_routed_experts": 6, "n_group": 3, "moe_intermediate_size": 22, "first_k_dense_replace": 2}  # fmt: skip
+_ODD_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
+              "linear_value_head_dim": 9, "linear_conv_kernel_dim": 4, "rms_norm_eps": 3e-3}  # fmt: skip
 ODD: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6, "layer_norm_eps": 3e-4, "rotary_pct": 0.4},
     "gpt 2": {"num_key_value_heads": 6, "layer_norm_epsilon": 3e-4, "n_inner": 50},
@@ -189,8 +197,10 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen 3 moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 10, "moe_intermediate_size": 22, "mlp_only_layers": [2]},
     "qwen 3 next": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
         "num_experts": 6, "moe_intermediate_size": 22, "shared_expert_intermediate_size": 26,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
-        "linear_value_head_dim": 9, "linear_conv_kernel_dim": 4, "rms_norm_eps": 3e-3},
+        **_ODD_DELTA},
+    "qwen 3.5": {**_WIDE, **_ODD_DELTA},
+    "qwen 3.5 moe": {**_WIDE, **_ODD_DELTA, "num_experts": 6, "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26},
     "gpt oss": {**_WIDE, "num_local_experts": 6, "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 777.0}},
     # transformers' DeepSeek 2 needs even widths of latents and heads.
     "deepseek 2": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 14, "qk_nope_head_dim": 8},
@@ -244,7 +254,8 @@ def randomise(model: Any, case: str) -> Any:
     for name, param in model.named_parameters():
         value = 0.15 * torch.randn(param.shape, generator=generator)
         is_norm = param.dim() == 1 and name.endswith("weight")
-        is_zero_centred = "gemma" in case or ("qwen 3 next" in case and "linear_attn" not in name)
+        is_hybrid_qwen = case.startswith(("qwen 3 next", "qwen 3.5"))
+        is_zero_centred = "gemma" in case or (is_hybrid_qwen and "linear_attn" not in name)
         param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -30,7 +30,7 @@ from tests.model.stages import random_weights, small
 
 # Cases that a simpler family computes too, which is then the one that is written.
 SIMPLER = dict.fromkeys(("mistral full", "phi 3 short", "seed oss biases"), "llama")
-SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2"}
+SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2", "qwen 3.5 moe": "qwen3_next"}
 
 
 def refuse_read(name: str) -> Tensor:
@@ -90,6 +90,8 @@ _MINISTRAL = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "fac
               "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
 
 _DEEPSEEK = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+_MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+          "rope_theta": 10000000, "rope_type": "default"}  # fmt: skip
 _MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
@@ -193,6 +195,18 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         decoder_sparse_step=1, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512,
         num_experts_per_tok=10, norm_topk_prob=True, mlp_only_layers=[], output_router_logits=False,
         router_aux_loss_coef=0.001)),
+    # of their text_config
+    "Qwen/Qwen3.5-4B": (4_205_751_296, sizes(
+        "qwen3_5_text", 248320, 2560, 32, 16, 4, 9216, 262144, head_dim=256, rms_norm_eps=1e-6,
+        full_attention_interval=4, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_value_head_dim=128, tie_word_embeddings=True, rope_parameters=_MROPE)),
+    "Qwen/Qwen3.5-35B-A3B": (34_660_610_688, {
+        "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 262144, "head_dim": 256,
+        "rms_norm_eps": 1e-6, "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "rope_parameters": _MROPE}),
     "openai/gpt-oss-20b": (20_914_757_184, sizes(
         "gpt_oss", 201088, 2880, 24, 64, 8, 2880, 131072, head_dim=64, rms_norm_eps=1e-5, rope_theta=150000,
         rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
@@ -381,7 +395,7 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
     assert re.match("config.json is mixtral .*one expert per token", nearest_family("Llama4TextConfig"))
     for name, nearest in (("DeepseekV32Config", "deepseek_v3"), ("DeepseekV4Config", "deepseek_v3"),
                           ("Ernie4_5_MoeConfig", "qwen2_moe"),
-                          ("Qwen3_5TextConfig", "qwen3_next"), ("PhimoeConfig", "mixtral"),
+                          ("PhimoeConfig", "mixtral"),
                           ("GraniteMoeConfig", "mixtral"), ("FlexOlmoConfig", "olmoe")):  # fmt: skip
         assert nearest_family(name).startswith(f"config.json is {nearest} ("), name
     assert nearest_family("JetMoeConfig").startswith("config.json is ")
@@ -406,6 +420,11 @@ def test_fields_are_read_as_transformers_reads_them() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
     fails("llama_4_scaling_beta", keys_of, "ministral 3", rope_parameters=rope)
     fails("llama_4_scaling_beta", keys_of, "mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0, **rope})
+    mrope = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [1, 0, 0],
+             "mrope_interleaved": True}  # fmt: skip
+    assert keys_of("qwen 3.5", rope_parameters=mrope)["rope_scaling"].keys() == {
+        "rope_type", "factor", "original_max_position_embeddings"
+    }  # fmt: skip
     config = {**config_of("apertus").to_dict(), "rope_parameters": None, "rope_theta": 5000.0}
     hf_rope = transformers.AutoConfig.for_model(**config).rope_parameters
     assert from_hf(config, refuse_read)[0]["rotary_emb_base"] == hf_rope["rope_theta"] == 12000000.0

@@ -41,10 +41,27 @@ def mistral3(text: Any) -> Any:
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+          "linear_value_head_dim": 5, "layer_types": ["linear_attention", "full_attention"],
+          "rope_parameters": {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5,
+                              "mrope_section": [1, 1, 1], "mrope_interleaved": True}}  # fmt: skip
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                 "shared_expert_intermediate_size": 10}  # fmt: skip
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32,
+                "num_position_embeddings": 16}  # fmt: skip
+
+
+def qwen(name: str, **text: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(text_config={**_SIZES, **text}, vision_config=_QWEN_VISION)
+    return transformers.AutoModelForImageTextToText.from_config(config)
+
+
 MODELS = {
     "gemma3": gemma3,
     "mistral3": lambda: mistral3(transformers.Ministral3Config(**_SIZES, rope_parameters=_ROPE)),
     "mistral3 with mistral": lambda: mistral3(transformers.MistralConfig(**_SIZES, sliding_window=None)),  # Small 3.1
+    "qwen3_5": lambda: qwen("Qwen3_5", **_DELTA),
+    "qwen3_5_moe": lambda: qwen("Qwen3_5Moe", **_DELTA, **_QWEN_EXPERTS),
 }
 
 
@@ -65,7 +82,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     export_hf(checkpoint, args, tmp_path / "back")
     original = tensors_of(path)
     assert same_bits(tensors_of(tmp_path / "back"), original)
-    assert any(name.startswith("vision_tower.") for name in original)
+    assert any(name.startswith(("vision_tower.", "model.visual.")) for name in original)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
     text = export_hf(checkpoint, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
     assert text is not None and text.difference <= text.bound

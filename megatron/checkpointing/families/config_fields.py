@@ -24,6 +24,8 @@ UNGATED = {
 }  # fmt: skip
 # Fields of rope_parameters that are not part of a scaling method.
 _NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "type", "max_position_embeddings")
+# Fields of rope_parameters about images: a text's tokens have equal positions along all axes.
+MROPE = ("mrope_section", "mrope_interleaved")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

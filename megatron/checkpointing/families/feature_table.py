@@ -1,5 +1,6 @@
 """Makes the table of families that `tools/ckpts/families.py` prints and docs/huggingface.md shows."""
 
+import re
 from dataclasses import dataclass
 
 from megatron.checkpointing.families.family import Family
@@ -50,7 +51,8 @@ def family_rows() -> list[FamilyRow]:
 
 def _row(family: Family) -> FamilyRow:
     multimodal_types = [name for name, texts in TEXT_TOWERS.items() if family.model_type in texts]
-    classes = [f"{name.capitalize()}ForConditionalGeneration" for name in multimodal_types]
+    names = [re.sub("_([a-z])", lambda match: match[1].upper(), name.capitalize()) for name in multimodal_types]
+    classes = [f"{name}ForConditionalGeneration" for name in names]
     return FamilyRow(
         family.title, (family.model_type, *multimodal_types), (family.architecture, *classes),
         _features(small_model(family)), family.notes,

@@ -14,6 +14,7 @@ from megatron.checkpointing.families.registry import FAMILIES
 # Multimodal model_type -> model_type of its language model (the first by default) -> default vocab_size.
 TEXT_TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"gemma3_text": 262208}, "mistral3": {"mistral": 32000, "ministral3": 131072},
+    "qwen3_5": {"qwen3_5_text": 248320}, "qwen3_5_moe": {"qwen3_5_moe_text": 248320},
 }  # fmt: skip
 # (prefix in the multimodal model, prefix in the language model alone) of the language model's tensors.
 # Published files, and those that transformers writes, have other prefixes than modules in memory. peft uses

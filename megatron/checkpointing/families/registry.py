@@ -24,7 +24,7 @@ from megatron.checkpointing.families.nemotron_h import NEMOTRON_H
 from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3, OLMOE
 from megatron.checkpointing.families.phi import PHI3
 from megatron.checkpointing.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megatron.checkpointing.families.qwen3_next import QWEN3_NEXT
+from megatron.checkpointing.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.checkpointing.families.seed_oss import SEED_OSS
 from megatron.checkpointing.families.starcoder import STARCODER2
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -35,8 +35,8 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        QWEN3_NEXT, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
-        MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
+        QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2,
+        GLM4_MOE_LITE, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
 
@@ -88,8 +88,6 @@ _UNSUPPORTED = {
     "kimi_linear": ("deepseek_v3", "Kimi Delta Attention in three of four layers, attention without positions"),
     "glm_moe_dsa": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
     "ernie4_5_moe": ("qwen2_moe", "biases of experts, ungated shared experts, interleaved rotary positions"),
-    "qwen3_5_text": ("qwen3_next", "a dense MLP in every block, other tensors of linear attention"),
-    "qwen3_5_moe_text": ("qwen3_next", "other tensors of linear attention, one tensor for all experts"),
     "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),
     "granitemoe": ("mixtral", "factors of embeddings, residuals, attention and logits, one tensor for all experts"),
     "flex_olmo": ("olmoe", "norms after attention and MLP instead of before"),
