@@ -84,6 +84,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "residual_multiplier": 0.22, "attention_multiplier": 0.3, "mlp_bias": True}),
     "glm 4": ("Glm4Config", {"num_key_value_heads": 2, "head_dim": 8}),
     "cohere 2": ("Cohere2Config", {**_GQA, "sliding_window": 5, "logit_scale": 0.7}),
+    "gemma 1": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 6}),
+    "gemma 1 wide": ("GemmaConfig", {"num_key_value_heads": 8, "head_dim": 6, "attention_bias": True,
+        "hidden_act": "gelu", "tie_word_embeddings": False}),
+    "arcee": ("ArceeConfig", {**_GQA, "rope_parameters": {**_YARN, "rope_theta": 10000.0}}),
+    "arcee biases": ("ArceeConfig", {"head_dim": 6, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
+        "tie_word_embeddings": True}),
+    "cwm": ("CwmConfig", {**_GQA, "head_dim": 6, "sliding_window": 5, "bos_token_id": 1}),
+    "cwm plain": ("CwmConfig", {**_GQA, "head_dim": 4, "sliding_window": 3, "mlp_bias": True, "bos_token_id": 1,
+        "rope_parameters": _BASE, "layer_types": [_SLIDING, _FULL, _FULL, _SLIDING]}),
+    "ernie 4.5": ("Ernie4_5Config", {**_GQA, "head_dim": 6}),
+    "ernie 4.5 biases": ("Ernie4_5Config", {"head_dim": None, "num_key_value_heads": None, "use_bias": True,
+        "tie_word_embeddings": False}),
+    "exaone 4": ("Exaone4Config", {**_GQA, "sliding_window": 5}),
+    "exaone 4 full": ("Exaone4Config", {"head_dim": 6, "num_key_value_heads": 8, "sliding_window": None,
+        "layer_types": [_FULL] * 4, "tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "glm": ("GlmConfig", {"num_key_value_heads": 2, "head_dim": 8}),
+    "helium": ("HeliumConfig", {**_GQA, "head_dim": 4, "attention_bias": True}),
+    "helium biases": ("HeliumConfig", {"num_key_value_heads": 8, "head_dim": 4, "mlp_bias": True,
+        "tie_word_embeddings": True}),
+    "stablelm": ("StableLmConfig", {**_GQA, "hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm parallel": ("StableLmConfig", {"num_key_value_heads": 8, "use_parallel_residual": True,
+        "rope_parameters": {**_BASE, "partial_rotary_factor": 0.5}, "tie_word_embeddings": True}),
+    "nemotron": ("NemotronConfig", {**_GQA, "head_dim": 8}),
+    "nemotron biases": ("NemotronConfig", {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True,
+        "hidden_act": "gelu", "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "linear", "factor": 2.0, "rope_theta": 777.0, "partial_rotary_factor": 1.0}}),
     "starcoder 2": ("Starcoder2Config", {**_GQA, "sliding_window": 5}),
     "starcoder 2 untied": ("Starcoder2Config", {**_GQA, "use_bias": False, "tie_word_embeddings": False}),
     "apertus": ("ApertusConfig", {**_GQA, "rope_parameters": _LLAMA3}),
@@ -186,7 +212,14 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 777.0,
         "partial_rotary_factor": 0.75}},
     "ministral 3": {**_WIDE, "rope_parameters": {**_YARN, "rope_theta": 777.0, "llama_4_scaling_beta": 0.3}},
-    "glm 4": {"head_dim": 12, "rope_parameters": {
+    **dict.fromkeys(("glm 4", "glm"), {"head_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}}),
+    **dict.fromkeys(("gemma 1", "arcee", "ernie 4.5", "exaone 4"), {**_WIDE, **_PLAIN_ROPE}),
+    "cwm": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
+    "helium": {"head_dim": 6, **_PLAIN_ROPE},
+    "stablelm": {"hidden_size": 48, "layer_norm_eps": 3e-4, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
+    "nemotron": {"head_dim": 12, "norm_eps": 3e-4, "rope_parameters": {
         "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
     "cohere 2": {**_PLAIN_ROPE, "layer_norm_eps": 3e-4},
     "starcoder 2": {**_WIDE, **_PLAIN_ROPE, "norm_epsilon": 3e-4},
@@ -226,6 +259,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
 }  # fmt: skip
 SCALED = [*("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "smollm 3", "olmo 1", "olmo 2", "gemma 2"),
+          *("gemma 1", "arcee", "ernie 4.5", "exaone 4 full", "helium"),
           *("granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
           *("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")]  # fmt: skip
 
@@ -255,7 +289,9 @@ def randomise(model: Any, case: str) -> Any:
         value = 0.15 * torch.randn(param.shape, generator=generator)
         is_norm = param.dim() == 1 and name.endswith("weight")
         is_hybrid_qwen = case.startswith(("qwen 3 next", "qwen 3.5"))
-        is_zero_centred = "gemma" in case or (is_hybrid_qwen and "linear_attn" not in name)
+        is_zero_centred = "gemma" in case or case in ("nemotron", "nemotron biases") or (
+            is_hybrid_qwen and "linear_attn" not in name
+        )
         param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

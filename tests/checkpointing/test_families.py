@@ -30,7 +30,8 @@ from tests.model.stages import random_weights, small
 
 # Cases that a simpler family computes too, which is then the one that is written.
 SIMPLER = dict.fromkeys(("mistral full", "phi 3 short", "seed oss biases"), "llama")
-SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2", "qwen 3.5 moe": "qwen3_next"}
+SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2", "qwen 3.5 moe": "qwen3_next", "helium": "glm"}
+SIMPLER |= dict.fromkeys(("cwm", "cwm plain"), "smollm3")
 
 
 def refuse_read(name: str) -> Tensor:
@@ -126,6 +127,41 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, head_dim=128, rope_theta=1000000, tie_word_embeddings=True)),
     "Qwen/Qwen3-8B": (8_190_735_360, sizes(
         "qwen3", 151936, 4096, 36, 32, 8, 12288, 40960, head_dim=128, rope_theta=1000000)),
+    "google/gemma-2b": (2_506_172_416, sizes(
+        "gemma", 256000, 2048, 18, 8, 1, 16384, 8192, head_dim=256, hidden_act="gelu",
+        hidden_activation="gelu_pytorch_tanh", rope_theta=10000.0, rope_scaling=None)),
+    "arcee-ai/AFM-4.5B-Base": (4_619_184_640, sizes(
+        "arcee", 128004, 2560, 36, 20, 4, 18432, 65536, head_dim=128, hidden_act="relu2", rms_norm_eps=1e-5,
+        rope_theta=10000.0, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+                                          "original_max_position_embeddings": 4096, "rope_type": "yarn"})),
+    "facebook/cwm": (32_581_097_472, sizes(
+        "cwm", 128256, 6144, 64, 48, 8, 21504, 131072, head_dim=128, rms_norm_eps=1e-5, sliding_window=8192,
+        bos_token_id=128000)),
+    "baidu/ERNIE-4.5-0.3B-PT": (360_748_032, sizes(
+        "ernie4_5", 103424, 1024, 18, 16, 2, 3072, 131072, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
+        use_bias=False, tie_word_embeddings=True)),
+    "LGAI-EXAONE/EXAONE-4.0-1.2B": (1_279_391_488, sizes(
+        "exaone4", 102400, 2048, 30, 32, 8, 4096, 65536, head_dim=64, rms_norm_eps=1e-5, rope_theta=1000000,
+        rope_scaling={**_LLAMA31, "factor": 16.0}, tie_word_embeddings=True, sliding_window=None,
+        sliding_window_pattern=None, layer_types=["full_attention"] * 30)),
+    "LGAI-EXAONE/EXAONE-4.0-32B": (32_003_216_384, sizes(
+        "exaone4", 102400, 5120, 64, 40, 8, 27392, 131072, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000,
+        rope_scaling={**_LLAMA31, "factor": 16.0}, sliding_window=4096, sliding_window_pattern="LLLG",
+        layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 16)),
+    "zai-org/glm-4-9b-hf": (9_399_951_360, sizes(
+        "glm", 151552, 4096, 40, 32, 2, 13696, 8192, head_dim=128, partial_rotary_factor=0.5, rms_norm_eps=1.5625e-7,
+        rope_theta=10000.0, attention_bias=True)),
+    "kyutai/helium-1-2b": (2_023_868_416, sizes(
+        "helium", 64000, 2048, 28, 16, 8, 8192, 4096, head_dim=128, rms_norm_eps=1e-8, rope_theta=20000.0)),
+    "stabilityai/stablelm-3b-4e1t": (2_795_443_200, sizes(
+        "stablelm", 50304, 2560, 32, 32, 32, 6912, 4096, partial_rotary_factor=0.25, layer_norm_eps=1e-5,
+        rope_theta=10000, use_qkv_bias=False)),
+    "stabilityai/stablelm-2-1_6b": (1_644_515_328, sizes(
+        "stablelm", 100352, 2048, 24, 32, 32, 5632, 4096, partial_rotary_factor=0.25, layer_norm_eps=1e-5,
+        rope_theta=10000, use_qkv_bias=True)),
+    "nvidia/Minitron-4B-Base": (4_190_509_056, sizes(
+        "nemotron", 256000, 3072, 32, 24, 8, 9216, 4096, head_dim=128, hidden_act="relu2", norm_eps=1e-5,
+        partial_rotary_factor=0.5, rope_theta=10000.0)),
     "allenai/OLMo-1B-hf": (1_176_764_416, sizes("olmo", 50304, 2048, 16, 16, 16, 8192, 2048, tie_word_embeddings=True)),
     "allenai/OLMo-1.7-7B-hf": (6_888_095_744, sizes("olmo", 50304, 4096, 32, 32, 32, 11008, 4096, clip_qkv=8.0)),
     "allenai/OLMo-2-1124-7B": (7_298_617_344, sizes("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, rms_norm_eps=1e-6)),
@@ -364,6 +400,12 @@ def test_what_cannot_be_read_is_refused() -> None:
     refused("config.json: rope_scaling.rope_type", "llama 2", rope_parameters={"rope_type": "other", "factor": 2.0})
     refused("long_factor is missing", "phi 3 long", rope_parameters={"rope_type": "longrope", "short_factor": [1.0]})
     refused("partial_rotary_factor: 0.5", "llama 2", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    windows = {"sliding_window": None, "layer_types": ["sliding_attention"] * 4}
+    refused("sliding_window must not be null", "cwm", **windows)
+    refused("sliding_window_pattern: LLLG", "exaone 4", sliding_window_pattern="LLLG", layer_types=None)
+    refused("qk_layernorm: True", "stablelm", qk_layernorm=True)
+    refused("head_dim: 5", "helium", head_dim=5)
+    refused("use_bidirectional_attention: True", "gemma 1", use_bidirectional_attention=True)
     refused("vocab_size is missing", "llama 2", vocab_size=None)
     fails("padded_vocab_size 64.* 90", from_hf, config_of("llama 2").to_dict(), refuse_read, padded_vocab_size=64)
 
@@ -399,7 +441,7 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
                           ("GraniteMoeConfig", "mixtral"), ("FlexOlmoConfig", "olmoe")):  # fmt: skip
         assert nearest_family(name).startswith(f"config.json is {nearest} ("), name
     assert nearest_family("JetMoeConfig").startswith("config.json is ")
-    for name, differs in (("CwmConfig", "window"), ("VaultGemmaConfig", "norms"), ("HunYuanDenseV1Config", "norms"),
+    for name, differs in (("VaultGemmaConfig", "norms"), ("HunYuanDenseV1Config", "norms"),
                           ("Emu3Config", "vq_config"), ("InternLM3Config", "biases")):  # fmt: skip
         assert differs in nearest_family(name).partition("): ")[2], name
     unknown = {**config_of("llama 2").to_dict(), "model_type": "mine"}

@@ -30,7 +30,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"no_rope_layers": [1, 2]}, "no_rope_layers", "0 and 1"),
     ({"no_rope_layers": [1], "pos_emb": "alibi"}, "no_rope_layers", "pos_emb: rotary"),
     ({"rope_local_base_freq": 100}, "rope_local_base_freq", "pos_emb: rotary .*sliding_attention"),
-    ({"zero_centered_gamma": True}, "zero_centered_gamma", "norm: rmsnorm.*layernorm"),
+    ({"zero_centered_gamma": True, "norm": "scalenorm"}, "zero_centered_gamma", "rmsnorm or layernorm, not scalenorm"),
     ({"qk_norm_per_head": True}, "qk_norm_per_head", "use_separate_qk_norms: true"),
     ({"head_dim": 7}, "pos_emb", "7 of the 7"),
     ({"norm_placement": "sandwich", "gpt_j_residual": True}, "norm_placement", "sandwich .*gpt_j_residual"),

@@ -129,7 +129,7 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
         **chosen_family.to_config(args),
         "vocab_size": vocab,
         "torch_dtype": _DTYPES[args.params_dtype],
-        "bos_token_id": None,
+        **({} if chosen_family.needs_bos else {"bos_token_id": None}),
         "eos_token_id": None,
         "pad_token_id": None,
     }

@@ -201,6 +201,7 @@ class Family:
     carried: a regular expression for tensors that NeoX models lack. They are copied unchanged from import to
         export. None: there are none.
     predicts_more: files may hold blocks after the last, for multi-token prediction, which are left out.
+    needs_bos: transformers refuses null as bos_token_id, so exports without such a token leave it out.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
         several names, or of all experts ({expert}), are one tensor in memory.
@@ -227,6 +228,7 @@ class Family:
     scorer: str | None = None
     has_scorer: bool = True
     predicts_more: bool = False
+    needs_bos: bool = False
     base_prefix: str = "model."
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)

@@ -69,8 +69,10 @@ _TYPES: Types = (
         "initial_context_length intermediate_size mamba_head_dim mamba_num_heads max_position_embeddings "
         "moe_latent_size n_ctx n_embd n_group n_groups "
         "n_head n_inner n_layer n_positions num_attention_heads num_heads num_hidden_layers num_key_value_heads "
-        "original_max_position_embeddings sliding_window_pattern _sliding_window_pattern ssm_state_size state_size "
-        "no_rope_layer_interval attention_head_dim topk_group vocab_size num_labels",
+        "original_max_position_embeddings _sliding_window_pattern ssm_state_size state_size "
+        "no_rope_layer_interval attention_head_dim topk_group vocab_size num_labels full_attention_interval "
+        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
+        "linear_conv_kernel_dim",
     ),
     (
         "a whole number below 2^31",
@@ -95,7 +97,7 @@ _TYPES: Types = (
         _is_flag,
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias use_bidirectional_attention "
-        "use_conv_bias use_parallel_residual use_qk_norm use_sliding_window",
+        "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm use_sliding_window",
     ),
     (
         "a string",
@@ -116,6 +118,11 @@ _TYPES: Types = (
         "a whole number above 0 and below 2^31, or auto",
         lambda value: _is_size(value) or value == "auto",
         "time_step_rank",
+    ),
+    (
+        "a whole number above 0 and below 2^31, or letters",
+        lambda value: _is_size(value) or _is_text(value),
+        "sliding_window_pattern",
     ),
     ("a token id", _is_token, "bos_token_id pad_token_id"),
     ("a token id, or a list of token ids", _one_or_more(_is_token), "eos_token_id"),

@@ -6,26 +6,33 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.apertus import APERTUS
+from megatron.checkpointing.families.arcee import ARCEE
 from megatron.checkpointing.families.cohere import COHERE2
+from megatron.checkpointing.families.cwm import CWM
 from megatron.checkpointing.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, YOUTU
+from megatron.checkpointing.families.ernie import ERNIE4_5
+from megatron.checkpointing.families.exaone import EXAONE4
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.gemma import GEMMA2, GEMMA3
-from megatron.checkpointing.families.glm import GLM4
+from megatron.checkpointing.families.gemma import GEMMA, GEMMA2, GEMMA3
+from megatron.checkpointing.families.glm import GLM, GLM4
 from megatron.checkpointing.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron.checkpointing.families.gpt2 import GPT2
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.gpt_oss import GPT_OSS
 from megatron.checkpointing.families.granite import GRANITE
+from megatron.checkpointing.families.helium import HELIUM
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
 from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from megatron.checkpointing.families.minicpm import MINICPM3
 from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from megatron.checkpointing.families.nemotron import NEMOTRON
 from megatron.checkpointing.families.nemotron_h import NEMOTRON_H
 from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3, OLMOE
 from megatron.checkpointing.families.phi import PHI3
 from megatron.checkpointing.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.checkpointing.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.checkpointing.families.seed_oss import SEED_OSS
+from megatron.checkpointing.families.stablelm import STABLELM
 from megatron.checkpointing.families.starcoder import STARCODER2
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -34,9 +41,11 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
-        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
+        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, GEMMA, ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, HELIUM,
+        STABLELM, NEMOTRON, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
         QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2,
-        GLM4_MOE_LITE, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
+        GLM4_MOE_LITE,
+        MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
 
@@ -62,22 +71,14 @@ _UNSUPPORTED = {
     "mpt": ("gpt2", "ALiBi positions, no biases"),
     "falcon": ("gpt_neox", "one or few key-value heads (multi_query), no biases, ALiBi in some sizes"),
     "phi": ("gpt_neox", "one norm for attention and MLP, a bias in the output layer"),
-    "stablelm": ("llama", "LayerNorm, partly rotated heads; in some sizes biases, parallel attention and MLP"),
-    "nemotron": ("llama", "LayerNorm with 1 + weight and bias, ungated relu2, partly rotated heads"),
-    "gemma": ("gemma2", "no norms after attention and MLP, no sliding windows, no capped logits"),
     "gemma4_text": ("gemma3_text", "key-value heads that differ between layers, embeddings in each layer"),
     "gemma3n_text": ("gemma3_text", "embeddings in each layer, several residual streams, shared keys and values"),
     "cohere": ("cohere2", "no windows, rotary positions in all layers, in some sizes norms of queries and keys"),
-    "glm": ("glm4", "no norms after attention and MLP"),
     "hunyuan_v1_dense": ("qwen3", "norms of queries and keys after their rotation, a rotary base scaled by alpha"),
-    "cwm": ("llama", "a sliding window in three of four layers"),
     "internlm3": ("llama", "remote code with other names for biases (qkv_bias, bias); otherwise like LLaMA"),
     "iquestcoder": ("llama", "remote code; otherwise like LLaMA: set model_type: llama in config.json"),
     "vaultgemma": ("gemma2", "no norms after attention and MLP"),
     "bert-generation": ("gpt_neox", "norms after attention and MLP, learned positions, BERT's token types"),
-    "helium": ("llama", "interleaved rotary positions"),
-    "ernie4_5": ("llama", "interleaved rotary positions"),
-    "arcee": ("llama", "ungated relu2"),
     "llama4_text": (
         "mixtral",
         "one expert per token with scaled input, a shared expert, layers without positions, chunked attention",

@@ -76,7 +76,9 @@ class ModelKeys:
         refuse_values={"post": "the geodesic fork trained pre under this name; write pre, or olmo3"},
         source="fork",
     )
-    zero_centered_gamma: bool = new_key(False, "Multiply by 1 + weight in rmsnorm, as Gemma; also for queries and keys")
+    zero_centered_gamma: bool = new_key(
+        False, "Multiply by 1 + weight in rmsnorm and layernorm, as Gemma; also for queries and keys"
+    )
     layernorm_epsilon: float = key(1e-5, "Added to the variance in layernorm", gt=0)
     rms_norm_epsilon: float = key(
         1e-8,
