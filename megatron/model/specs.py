@@ -39,6 +39,7 @@ class HeadNormSpec:
         module for both; wide: one norm over all queries, one over all keys; per_head: each head by itself,
         one weight for all heads.
     zero_centered: norms multiply by 1 + their weight.
+    after_rotary: queries and keys are rotated first.
     """
 
     form: str
@@ -46,6 +47,7 @@ class HeadNormSpec:
     eps: float
     bias: bool
     zero_centered: bool
+    after_rotary: bool = False
 
 
 @dataclass(frozen=True)

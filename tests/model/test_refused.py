@@ -32,6 +32,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"rope_local_base_freq": 100}, "rope_local_base_freq", "pos_emb: rotary .*sliding_attention"),
     ({"zero_centered_gamma": True, "norm": "scalenorm"}, "zero_centered_gamma", "rmsnorm or layernorm, not scalenorm"),
     ({"qk_norm_per_head": True}, "qk_norm_per_head", "use_separate_qk_norms: true"),
+    ({"qk_norm_after_rotary": True}, "qk_norm_after_rotary", "use_separate_qk_norms: true"),
+    ({"qk_norm_after_rotary": True, "clip_qkv": 1.0}, "qk_norm_after_rotary", "clip_qkv .*remove one"),
     ({"head_dim": 7}, "pos_emb", "7 of the 7"),
     ({"norm_placement": "sandwich", "gpt_j_residual": True}, "norm_placement", "sandwich .*gpt_j_residual"),
     ({"kv_channels": 4}, "kv_channels", "head_dim"),

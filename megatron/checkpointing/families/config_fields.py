@@ -236,7 +236,7 @@ def window_period(config: Config, default: int, *names: str) -> int:
     Raises CheckpointError if a field has letters ("LLLG"); transformers then needs `layer_types`."""
     for name in names or ("sliding_window_pattern",):
         period = config.get(name)
-        if isinstance(period, int):
+        if isinstance(period, int) and period > 0:
             return period
         if period is not None and config.get("layer_types") is None:
             raise CheckpointError(f"config.json: {name}: {period} is not supported; set layer_types")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
-from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score, merged
+from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import layer_params, mixer_of, named_params
@@ -87,7 +87,7 @@ def _read(
             rows, num_uses = _rows_of(spec, vocab), row.part[1]
             expected_parts = row.split(torch.empty(rows, device="meta"), mixer, spec.experts)
             if num_uses > 1:
-                expected_parts = (merged(expected_parts * num_uses),)
+                expected_parts = (row.merge(expected_parts * num_uses),)
             shapes = {
                 n: tuple(t.shape) for n, t in zip(row.names(layer - 2, spec.experts), expected_parts, strict=True)
             }
@@ -211,7 +211,7 @@ def to_hf(
                 held[row.part[0]] = parts[0]
                 if len(held) < row.part[1]:
                     continue
-                parts = (merged([held[i] for i in range(row.part[1])]),)
+                parts = (row.merge([held[i] for i in range(row.part[1])]),)
             for name, part in zip(row.names(layer - 2, spec.experts), parts, strict=True):
                 is_view = row.part[1] == 1  # a merged tensor shares no storage
                 yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()

@@ -61,6 +61,9 @@ class ModelKeys:
         "layernorm", "Kind of normalisation; te_*: under Transformer-Engine's names"
     )
     use_qk_layernorm: bool = key(False, "Normalise queries and keys: layernorm over all heads, rmsnorm over each head")
+    qk_norm_after_rotary: bool = new_key(
+        False, "With use_separate_qk_norms: normalise queries and keys after their rotation, as HunYuan"
+    )
     qk_norm_per_head: bool = new_key(
         False, "With use_separate_qk_norms: normalise each head alone, with one weight for all heads, as Qwen 3"
     )
