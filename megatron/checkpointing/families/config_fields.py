@@ -23,9 +23,10 @@ UNGATED = {
     "swish": ("silu", False), "mish": ("mish", False),
 }  # fmt: skip
 # Fields of rope_parameters that are not part of a scaling method.
-_NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "type", "max_position_embeddings")
-# Fields of rope_parameters about images: a text's tokens have equal positions along all axes.
-MROPE = ("mrope_section", "mrope_interleaved")
+# Those of mrope are about images: a text's tokens have equal positions along all axes.
+_NOT_OF_SCALING = (
+    "rope_theta", "partial_rotary_factor", "type", "max_position_embeddings", "mrope_section", "mrope_interleaved",
+)  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

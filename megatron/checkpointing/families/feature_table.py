@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megatron.checkpointing.families.family import Family
-from megatron.checkpointing.families.multimodal import TEXT_TOWERS
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS, families_inside
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
 from megatron.model.build_specs import has_one_norm, norm_kind
@@ -50,9 +50,9 @@ def family_rows() -> list[FamilyRow]:
 
 
 def _row(family: Family) -> FamilyRow:
-    multimodal_types = [name for name, texts in TEXT_TOWERS.items() if family.model_type in texts]
+    multimodal_types = [name for name in TEXT_TOWERS if family.model_type in families_inside(name)]
     names = [re.sub("_([a-z])", lambda match: match[1].upper(), name.capitalize()) for name in multimodal_types]
-    classes = [f"{name}ForConditionalGeneration" for name in names]
+    classes = [f"{name.replace('Vl', 'VL')}ForConditionalGeneration" for name in names]
     return FamilyRow(
         family.title, (family.model_type, *multimodal_types), (family.architecture, *classes),
         _features(small_model(family)), family.notes,

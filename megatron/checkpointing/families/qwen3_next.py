@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config_fields import FULL, MROPE, drop_fields, get, rope_keys, rope_of
+from megatron.checkpointing.families.config_fields import FULL, drop_fields, get, rope_keys, rope_of
 from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, Transform
 from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_keys, llama_config
@@ -91,7 +91,7 @@ def _hybrid_keys(config: Config) -> dict[str, Any]:
     blocks = _blocks(config)
     return {
         **common_keys({**config, "mlp_bias": False}, config),
-        **rope_keys(config, drop_fields(rope_of(config, theta=10000.0), *MROPE), partial=True),
+        **rope_keys(config, rope_of(config, theta=10000.0), partial=True),
         **PER_HEAD,
         "zero_centered_gamma": True,
         "attention_config": blocks,
