@@ -110,6 +110,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron biases": ("NemotronConfig", {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True,
         "hidden_act": "gelu", "tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "linear", "factor": 2.0, "rope_theta": 777.0, "partial_rotary_factor": 1.0}}),
+    "falcon": ("FalconConfig", {"ffn_hidden_size": 48}),
+    "falcon heads": ("FalconConfig", {"multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 8,
+        "tie_word_embeddings": False}),
     "starcoder 2": ("Starcoder2Config", {**_GQA, "sliding_window": 5}),
     "starcoder 2 untied": ("Starcoder2Config", {**_GQA, "use_bias": False, "tie_word_embeddings": False}),
     "apertus": ("ApertusConfig", {**_GQA, "rope_parameters": _LLAMA3}),
@@ -241,6 +244,7 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
     "nemotron": {"head_dim": 12, "norm_eps": 3e-4, "rope_parameters": {
         "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
+    "falcon": {**_PLAIN_ROPE, "layer_norm_epsilon": 3e-4, "ffn_hidden_size": 50},
     "cohere 2": {**_PLAIN_ROPE, "layer_norm_eps": 3e-4},
     "starcoder 2": {**_WIDE, **_PLAIN_ROPE, "norm_epsilon": 3e-4},
     "mixtral": {**_WIDE, **_PLAIN_ROPE, "num_local_experts": 6},

@@ -126,6 +126,11 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "CohereLabs/c4ai-command-r7b-12-2024": (8_028_033_024, sizes(
         "cohere2", 256000, 4096, 32, 32, 8, 14336, 132096, sliding_window=4096, sliding_window_pattern=4,
         rope_theta=50000, logit_scale=0.25, layer_norm_eps=1e-5)),
+    "tiiuae/falcon-7b": (6_921_720_704, {
+        "model_type": "falcon", "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32,
+        "num_attention_heads": 71, "num_kv_heads": 71, "alibi": False, "bias": False, "multi_query": True,
+        "new_decoder_architecture": False, "parallel_attn": True, "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2048}),
     "bigcode/starcoder2-3b": (3_030_371_328, sizes(
         "starcoder2", 49152, 3072, 30, 24, 2, 12288, 16384, sliding_window=4096, rope_theta=999999.4420358813,
         norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh", use_bias=True)),

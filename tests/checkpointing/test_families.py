@@ -32,7 +32,7 @@ from tests.model.stages import random_weights, small
 # Cases that a simpler family computes too, which is then the one that is written.
 SIMPLER = dict.fromkeys(("mistral full", "phi 3 short", "seed oss biases"), "llama")
 SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2", "qwen 3.5 moe": "qwen3_next", "helium": "glm",
-            "solar open": "glm4_moe"}  # fmt: skip
+            "solar open": "glm4_moe", "falcon heads": "gpt_neox"}  # fmt: skip
 SIMPLER |= dict.fromkeys(("cwm", "cwm plain"), "smollm3")
 
 
@@ -194,6 +194,8 @@ def test_what_cannot_be_read_is_refused() -> None:
     refused("sliding_window must not be null", "cwm", **windows)
     refused("sliding_window_pattern: LLLG", "exaone 4", sliding_window_pattern="LLLG", layer_types=None)
     refused("qk_layernorm: True", "stablelm", qk_layernorm=True)
+    refused("new_decoder_architecture: True", "falcon", new_decoder_architecture=True)
+    refused("alibi: True", "falcon", alibi=True)
     refused("head_dim: 5", "helium", head_dim=5)
     refused("use_bias: True", "ernie 4.5 moe", use_bias=True)
     refused("output_router_logits: True", "ernie 4.5 moe", output_router_logits=True)

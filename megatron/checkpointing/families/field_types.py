@@ -70,8 +70,9 @@ _TYPES: Types = (
         "moe_latent_size n_ctx n_embd n_group n_groups "
         "n_head n_inner n_layer n_positions num_attention_heads num_heads num_hidden_layers num_key_value_heads "
         "original_max_position_embeddings _sliding_window_pattern ssm_state_size state_size "
-        "no_rope_layer_interval attention_head_dim topk_group vocab_size num_labels full_attention_interval "
-        "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim "
+        "no_rope_layer_interval attention_head_dim topk_group vocab_size ffn_hidden_size num_labels "
+        "full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+        "linear_value_head_dim "
         "linear_conv_kernel_dim",
     ),
     (
@@ -99,7 +100,8 @@ _TYPES: Types = (
         _is_flag,
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias use_bidirectional_attention "
-        "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm use_sliding_window",
+        "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm "
+        "multi_query parallel_attn new_decoder_architecture alibi bias use_sliding_window",
     ),
     (
         "a string",

@@ -12,6 +12,7 @@ from megatron.checkpointing.families.cwm import CWM
 from megatron.checkpointing.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, YOUTU
 from megatron.checkpointing.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from megatron.checkpointing.families.exaone import EXAONE4, EXAONE_MOE
+from megatron.checkpointing.families.falcon import FALCON
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.gemma import GEMMA, GEMMA2, GEMMA3
 from megatron.checkpointing.families.glm import GLM, GLM4
@@ -45,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, GEMMA, ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, HELIUM,
-        STABLELM, NEMOTRON, HUNYUAN, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
+        STABLELM, NEMOTRON, HUNYUAN, FALCON, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
         QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2,
         GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
         HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED,
@@ -73,7 +74,6 @@ _UNSUPPORTED = {
     "opt": ("gpt2", "an offset of learned positions, relu, a padding row of the tokenizer"),
     "bloom": ("gpt_neox", "ALiBi positions, a norm after the embedding"),
     "mpt": ("gpt2", "ALiBi positions, no biases"),
-    "falcon": ("gpt_neox", "one or few key-value heads (multi_query), no biases, ALiBi in some sizes"),
     "phi": ("gpt_neox", "one norm for attention and MLP, a bias in the output layer"),
     "gemma4_text": ("gemma3_text", "key-value heads that differ between layers, embeddings in each layer"),
     "gemma3n_text": ("gemma3_text", "embeddings in each layer, several residual streams, shared keys and values"),
