@@ -78,6 +78,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 20.0}}),
     "phi 3 short": ("Phi3Config", {"original_max_position_embeddings": 24, "rope_parameters": {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 10000.0}}),
+    "ministral": ("MinistralConfig", {**_GQA, "head_dim": 6, "sliding_window": 5,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}),
     "ministral 3": ("Ministral3Config", {**_GQA, "head_dim": 6, "rope_parameters": {**_YARN, "rope_theta": 10000.0,
         "llama_4_scaling_beta": 0.3}}),
     "granite": ("GraniteConfig", {**_GQA, "embedding_multiplier": 6.0, "logits_scaling": 0.49,
@@ -264,6 +266,7 @@ ODD: dict[str, dict[str, Any]] = {
     "deepseek 3": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 11, "qk_nope_head_dim": 5},
     "deepseek 3 halves": {"num_key_value_heads": None, "v_head_dim": 13, "rope_parameters": {
         **_DEEPSEEK_YARN, "rope_theta": 777.0}, "n_routed_experts": 10},
+    "ministral": {**_WIDE, **_PLAIN_ROPE},
     "glm 4 moe": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
         "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 22},
     "glm 4 moe lite": {**_PLAIN_ROPE, **_ODD_MLA, "num_key_value_heads": 6, "n_group": 1, "kv_lora_rank": 13},

@@ -131,6 +131,9 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "num_attention_heads": 71, "num_kv_heads": 71, "alibi": False, "bias": False, "multi_query": True,
         "new_decoder_architecture": False, "parallel_attn": True, "layer_norm_epsilon": 1e-5,
         "max_position_embeddings": 2048}),
+    "mistralai/Ministral-8B-Instruct-2410": (8_019_808_256, sizes(
+        "ministral", 131072, 4096, 36, 32, 8, 12288, 32768, head_dim=128, rms_norm_eps=1e-5, rope_theta=100000000.0,
+        sliding_window=32768, layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 9)),
     "bigcode/starcoder2-3b": (3_030_371_328, sizes(
         "starcoder2", 49152, 3072, 30, 24, 2, 12288, 16384, sliding_window=4096, rope_theta=999999.4420358813,
         norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh", use_bias=True)),

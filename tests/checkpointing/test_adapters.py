@@ -66,7 +66,8 @@ CASES: dict[str, Case] = {
 OTHER_FAMILIES = [
     *("mistral", "qwen 3", "smollm 3", "olmo 2", "olmo 3", "gemma 3", "gpt 2", "qwen 2", "olmo 1", "gemma 2", "phi 3"),
     *("phi 3 short", "ministral 3", "granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
-    *("gemma 1", "arcee", "cwm", "ernie 4.5", "exaone 4", "glm", "helium", "stablelm", "nemotron", "hunyuan", "falcon"),
+    *("gemma 1", "arcee", "cwm", "ernie 4.5", "exaone 4", "glm", "helium", "stablelm", "nemotron"),
+    *("hunyuan", "falcon", "ministral"),
 ]
 # Of a multimodal model the vision tower has modules of the same names.
 LANGUAGE_MODEL_TARGETS = {"target_modules": r".*language_model\..*\.(q_proj|k_proj|o_proj|gate_proj|down_proj)"}

@@ -32,7 +32,7 @@ from tests.model.stages import random_weights, small
 # Cases that a simpler family computes too, which is then the one that is written.
 SIMPLER = dict.fromkeys(("mistral full", "phi 3 short", "seed oss biases"), "llama")
 SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2", "qwen 3.5 moe": "qwen3_next", "helium": "glm",
-            "solar open": "glm4_moe", "falcon heads": "gpt_neox"}  # fmt: skip
+            "solar open": "glm4_moe", "falcon heads": "gpt_neox", "ministral": "smollm3"}  # fmt: skip
 SIMPLER |= dict.fromkeys(("cwm", "cwm plain"), "smollm3")
 
 
@@ -240,6 +240,7 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
         assert nearest_family(name).startswith(f"config.json is {nearest} ("), name
     assert nearest_family("JetMoeConfig").startswith("config.json is ")
     for name, differs in (("VaultGemmaConfig", "norms"),
+                          ("GraniteMoeHybridConfig", "Mamba 2"),
                           ("Emu3Config", "vq_config"), ("InternLM3Config", "biases")):  # fmt: skip
         assert differs in nearest_family(name).partition("): ")[2], name
     unknown = {**config_of("llama 2").to_dict(), "model_type": "mine"}

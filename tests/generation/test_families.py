@@ -32,7 +32,8 @@ OTHER_FAMILIES = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", 
                   "deepseek 2", "deepseek 3 halves", "youtu", "minicpm 3", "glm 4 moe", "glm 4 moe lite", "dots 1",
                   "qwen 2 moe windows", "qwen 3 moe windows", "qwen 3.5 moe", "gemma 1", "arcee", "cwm", "ernie 4.5",
                   "exaone 4", "glm", "helium", "stablelm parallel", "nemotron", "minimax m2", "solar open", "flex olmo",
-                  "exaone moe", "ernie 4.5 moe", "hunyuan", "hunyuan moe", "granite moe", "falcon")  # fmt: skip
+                  "exaone moe", "ernie 4.5 moe", "hunyuan", "hunyuan moe", "granite moe", "falcon",
+                  "ministral")  # fmt: skip
 PROMPTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
            for n in (1, 20, POSITIONS - TOKENS)]  # fmt: skip
 EXPORTED = ("neox_pp2_mp2", "neox_pp1_mp1", "llama_pp1_mp1")

@@ -27,7 +27,7 @@ from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
 from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from megatron.checkpointing.families.minicpm import MINICPM3
 from megatron.checkpointing.families.minimax import MINIMAX_M2
-from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from megatron.checkpointing.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from megatron.checkpointing.families.nemotron import NEMOTRON
 from megatron.checkpointing.families.nemotron_h import NEMOTRON_H
 from megatron.checkpointing.families.olmo import FLEX_OLMO, OLMO1, OLMO2, OLMO3, OLMOE
@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, GEMMA, ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, HELIUM,
-        STABLELM, NEMOTRON, HUNYUAN, FALCON, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
+        STABLELM, NEMOTRON, HUNYUAN, FALCON, MINISTRAL, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
         QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2,
         GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
         HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED,
@@ -91,6 +91,14 @@ _UNSUPPORTED = {
     "kimi_k2": ("deepseek_v3", "remote code; otherwise like DeepSeek V3: set model_type: deepseek_v3 in config.json"),
     "kimi_linear": ("deepseek_v3", "Kimi Delta Attention in three of four layers, attention without positions"),
     "glm_moe_dsa": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "the matrices of experts stand transposed in its files"),
+    "mellum": ("qwen3_moe", "windows with another rotary base in some layers"),
+    "nanochat": ("qwen3", "norms without weights, another one after the embedding, an ungated relu2 MLP"),
+    "jais2": ("arcee", "LayerNorm in place of RMSNorm"),
+    "lfm2": ("qwen3", "short convolutions in most layers in place of attention"),
+    "lfm2_moe": ("qwen3_moe", "short convolutions in most layers in place of attention"),
+    "olmo_hybrid": ("qwen3_next", "norms in other places, a rate of the delta rule up to 2, a dense MLP"),
+    "granitemoehybrid": ("granitemoeshared", "Mamba 2 in most layers, beside experts or an MLP"),
     "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),
     "bamba": ("nemotron_h", "a gated MLP in every block, partly rotated heads"),
     "jamba": ("nemotron_h", "norms of B, C and time steps with weights, an MLP or experts in every block"),
