@@ -254,6 +254,7 @@ def test_fields_are_read_as_transformers_reads_them() -> None:
         return from_hf({**config_of(case).to_dict(), **changes}, refuse_read)[0]
 
     assert keys_of("qwen 2", num_key_value_heads=None)["num_kv_heads"] == 8
+    assert keys_of("qwen 3.5 moe", norm_topk_prob=False)["norm_topk_prob"]  # transformers reads no such field
     assert "head_dim" not in keys_of("seed oss", head_dim=None)
     assert keys_of("llama 2", rope_parameters={"rope_theta": None, "rope_type": "default"})["rotary_emb_base"] == 10000
     stretched = keys_of("phi 3 long", original_max_position_embeddings=16)["rope_scaling"]
