@@ -31,6 +31,7 @@ _MODEL_KEYS = (
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "bias_gelu_fusion", "te_layernorm_mlp",
     "norm_placement", "use_qk_layernorm", "use_separate_qk_norms", "gpt_j_tied",
     "opt_pos_emb_offset", "rpe_max_distance", "head_dim", "qk_norm_per_head", "zero_centered_gamma",
+    "qk_norm_after_rotary",
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
     "score_head", "lora", "add_qkv_bias", "rotary_interleaved", "attention_multiplier", "attn_logit_softcapping",
     "final_logit_softcapping", "clip_qkv", "residual_multiplier", "logit_scale", "attention_sinks",

@@ -84,7 +84,9 @@ def head_norm_spec(args: ModelArgs) -> HeadNormSpec | None:
         form = "per_head" if args.qk_norm_per_head else "wide"
     elif form == "layernorm":
         eps = args.layernorm_epsilon
-    return HeadNormSpec(form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma)
+    return HeadNormSpec(
+        form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma, args.qk_norm_after_rotary
+    )
 
 
 def _block_value(value: int | tuple[int, ...], block: int) -> int:

@@ -20,7 +20,7 @@ from megatron.mpu import (
 
 
 def _gain(spec: NormSpec | HeadNormSpec) -> str:
-    """Returns the initialisation of RMSNorm's weights: "zeros" if 1 is added to them, else "ones"."""
+    """Returns the initialisation of a norm's weights: "zeros" if 1 is added to them, else "ones"."""
     return "zeros" if spec.zero_centered else "ones"
 
 
@@ -49,7 +49,8 @@ class Norm(nn.Module):
 
 
 class LayerNorm(Norm):
-    """LayerNorm, with parameter `weight`, and `bias` if norms have biases.
+    """LayerNorm, with parameter `weight`, and `bias` if norms have biases. With zero_centered_gamma it
+    multiplies by 1 + weight.
 
     non_parametric_layernorm has no parameters.
     """
@@ -62,10 +63,12 @@ class LayerNorm(Norm):
         if spec.kind == "non_parametric_layernorm":
             return ()
         bias = (ParamSpec("bias", (spec.width,)),) if spec.bias else ()
-        return (ParamSpec("weight", (spec.width,), init="ones"), *bias)
+        return (ParamSpec("weight", (spec.width,), init=_gain(spec)), *bias)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self._summed_over_tensor(self.weight), self._summed_over_tensor(self.bias)
+        if self.zero_centered and weight is not None:
+            weight = 1.0 + weight
         return self.functions.layer_norm(x, self.shape, weight, bias, self.eps)
 
 
@@ -171,7 +174,7 @@ class QKLayerNorm(_HeadNorm):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         stacked = torch.stack([q, k]).float()
         centred = stacked - self._mean(stacked)
-        normed = centred * (self._mean(centred.square()) + self.eps).rsqrt() * self.weight
+        normed = centred * (self._mean(centred.square()) + self.eps).rsqrt() * self._gain(self.weight)
         q, k = (normed if self.bias is None else normed + self.bias).to(q.dtype)
         return q, k
 

@@ -21,7 +21,7 @@ class NormSpec:
 
     kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm.
     width: number of features.
-    zero_centered: rmsnorm multiplies by 1 + its weight.
+    zero_centered: rmsnorm and layernorm multiply by 1 + their weight.
     """
 
     kind: str
@@ -38,7 +38,8 @@ class HeadNormSpec:
     form: layernorm: over all heads, one module for both queries and keys; rmsnorm: each head by itself, one
         module for both; wide: one norm over all queries, one over all keys; per_head: each head by itself,
         one weight for all heads.
-    zero_centered: rmsnorm multiplies by 1 + its weight.
+    zero_centered: norms multiply by 1 + their weight.
+    after_rotary: queries and keys are rotated first.
     """
 
     form: str
@@ -46,6 +47,7 @@ class HeadNormSpec:
     eps: float
     bias: bool
     zero_centered: bool
+    after_rotary: bool = False
 
 
 @dataclass(frozen=True)

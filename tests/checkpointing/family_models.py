@@ -79,12 +79,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 20.0}}),
     "phi 3 short": ("Phi3Config", {"original_max_position_embeddings": 24, "rope_parameters": {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 10000.0}}),
+    "ministral": ("MinistralConfig", {**_GQA, "head_dim": 6, "sliding_window": 5,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL]}),
     "ministral 3": ("Ministral3Config", {**_GQA, "head_dim": 6, "rope_parameters": {**_YARN, "rope_theta": 10000.0,
         "llama_4_scaling_beta": 0.3}}),
     "granite": ("GraniteConfig", {**_GQA, "embedding_multiplier": 6.0, "logits_scaling": 0.49,
         "residual_multiplier": 0.22, "attention_multiplier": 0.3, "mlp_bias": True}),
     "glm 4": ("Glm4Config", {"num_key_value_heads": 2, "head_dim": 8}),
     "cohere 2": ("Cohere2Config", {**_GQA, "sliding_window": 5, "logit_scale": 0.7}),
+    "gemma 1": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 6}),
+    "gemma 1 wide": ("GemmaConfig", {"num_key_value_heads": 8, "head_dim": 6, "attention_bias": True,
+        "hidden_act": "gelu", "tie_word_embeddings": False}),
+    "arcee": ("ArceeConfig", {**_GQA, "rope_parameters": {**_YARN, "rope_theta": 10000.0}}),
+    "arcee biases": ("ArceeConfig", {"head_dim": 6, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu",
+        "tie_word_embeddings": True}),
+    "cwm": ("CwmConfig", {**_GQA, "head_dim": 6, "sliding_window": 5, "bos_token_id": 1}),
+    "cwm plain": ("CwmConfig", {**_GQA, "head_dim": 4, "sliding_window": 3, "mlp_bias": True, "bos_token_id": 1,
+        "rope_parameters": _BASE, "layer_types": [_SLIDING, _FULL, _FULL, _SLIDING]}),
+    "ernie 4.5": ("Ernie4_5Config", {**_GQA, "head_dim": 6}),
+    "ernie 4.5 biases": ("Ernie4_5Config", {"head_dim": None, "num_key_value_heads": None, "use_bias": True,
+        "tie_word_embeddings": False}),
+    "exaone 4": ("Exaone4Config", {**_GQA, "sliding_window": 5}),
+    "exaone 4 full": ("Exaone4Config", {"head_dim": 6, "num_key_value_heads": 8, "sliding_window": None,
+        "layer_types": [_FULL] * 4, "tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
+    "glm": ("GlmConfig", {"num_key_value_heads": 2, "head_dim": 8}),
+    "helium": ("HeliumConfig", {**_GQA, "head_dim": 4, "attention_bias": True}),
+    "helium biases": ("HeliumConfig", {"num_key_value_heads": 8, "head_dim": 4, "mlp_bias": True,
+        "tie_word_embeddings": True}),
+    "stablelm": ("StableLmConfig", {**_GQA, "hidden_size": 64, "use_qkv_bias": True}),
+    "stablelm parallel": ("StableLmConfig", {"num_key_value_heads": 8, "use_parallel_residual": True,
+        "rope_parameters": {**_BASE, "partial_rotary_factor": 0.5}, "tie_word_embeddings": True}),
+    "nemotron": ("NemotronConfig", {**_GQA, "head_dim": 8}),
+    "nemotron biases": ("NemotronConfig", {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True,
+        "hidden_act": "gelu", "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "linear", "factor": 2.0, "rope_theta": 777.0, "partial_rotary_factor": 1.0}}),
+    "falcon": ("FalconConfig", {"ffn_hidden_size": 48}),
+    "falcon heads": ("FalconConfig", {"multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 8,
+        "tie_word_embeddings": False}),
     "starcoder 2": ("Starcoder2Config", {**_GQA, "sliding_window": 5}),
     "starcoder 2 untied": ("Starcoder2Config", {**_GQA, "use_bias": False, "tie_word_embeddings": False}),
     "apertus": ("ApertusConfig", {**_GQA, "rope_parameters": _LLAMA3}),
@@ -145,6 +176,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_shared_experts": 2, "attention_bias": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
         "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
         "layer_types": [_FULL, "linear_attention", "linear_attention", _FULL]}),
+    "qwen 3.5": ("Qwen3_5TextConfig", {**_GQA, **_DELTA, "linear_key_head_dim": 14, "head_dim": 8}),
+    "qwen 3.5 wide": ("Qwen3_5TextConfig", {**_DELTA, "num_key_value_heads": 8, "head_dim": 16,
+        "linear_num_value_heads": 4, "layer_types": [_FULL, "linear_attention"] * 2, "attention_bias": True,
+        "tie_word_embeddings": True}),
+    "qwen 3.5 moe": ("Qwen3_5MoeTextConfig", {**_GQA, **_DELTA, **_QWEN_EXPERTS, "head_dim": 8,
+        "shared_expert_intermediate_size": 24}),
+    "minimax m2": ("MiniMaxM2Config", {**_GQA, **_EXPERTS, "head_dim": 8, "rotary_dim": 4}),
+    "solar open": ("SolarOpenConfig", {**_GQA, **_ROUTED, "head_dim": 6, "n_group": 2, "attention_bias": True,
+        "n_shared_experts": 2, "rope_parameters": {**_YARN, "rope_theta": 10000.0}}),
+    "flex olmo": ("FlexOlmoConfig", {**_GQA, "num_experts": 8, "num_experts_per_tok": 3}),
+    "flex olmo wide": ("FlexOlmoConfig", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "attention_bias": True, "tie_word_embeddings": True}),
+    "exaone moe": ("ExaoneMoeConfig", {**_GQA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "num_shared_experts": 2, "n_group": 4, "topk_group": 2, "sliding_window": 5}),
+    "ernie 4.5 moe": ("Ernie4_5_MoeConfig", {**_GQA, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 20}),
+    "ernie 4.5 moe unshared": ("Ernie4_5_MoeConfig", {"num_key_value_heads": 8, "moe_num_experts": 4, "moe_k": 2,
+        "moe_intermediate_size": 20, "moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0,
+        "tie_word_embeddings": False}),
+    "hunyuan": ("HunYuanDenseV1Config", {**_GQA, "head_dim": 6}),
+    "hunyuan plain": ("HunYuanDenseV1Config", {"head_dim": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "hunyuan moe": ("HunYuanMoEV1Config", {**_GQA, "head_dim": 6, "num_experts": 8, "moe_topk": [3, 3, 3, 3]}),
+    "granite moe": ("GraniteMoeConfig", {**_GQA, **_EXPERTS, "embedding_multiplier": 6.0, "logits_scaling": 0.49,
+        "residual_multiplier": 0.22, "attention_multiplier": 0.3, "attention_bias": True}),
+    "granite moe shared": ("GraniteMoeSharedConfig", {"num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20, "residual_multiplier": 0.5, "attention_multiplier": 0.3,
+        "tie_word_embeddings": True}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
@@ -172,6 +229,8 @@ _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
 _WIDE = {"head_dim": 10}
 _ODD_MLA = {"num_key_value_heads": None, "q_lora_rank": 9, "qk_rope_head_dim": 6, "v_head_dim": 7,
             "n_routed_experts": 6, "n_group": 3, "moe_intermediate_size": 22, "first_k_dense_replace": 2}  # fmt: skip
+_ODD_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
+              "linear_value_head_dim": 9, "linear_conv_kernel_dim": 4, "rms_norm_eps": 3e-3}  # fmt: skip
 ODD: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6, "layer_norm_eps": 3e-4, "rotary_pct": 0.4},
     "gpt 2": {"num_key_value_heads": 6, "layer_norm_epsilon": 3e-4, "n_inner": 50},
@@ -185,8 +244,16 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 777.0,
         "partial_rotary_factor": 0.75}},
     "ministral 3": {**_WIDE, "rope_parameters": {**_YARN, "rope_theta": 777.0, "llama_4_scaling_beta": 0.3}},
-    "glm 4": {"head_dim": 12, "rope_parameters": {
+    **dict.fromkeys(("glm 4", "glm"), {"head_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}}),
+    **dict.fromkeys(("gemma 1", "arcee", "ernie 4.5", "exaone 4"), {**_WIDE, **_PLAIN_ROPE}),
+    "cwm": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
+    "helium": {"head_dim": 6, **_PLAIN_ROPE},
+    "stablelm": {"hidden_size": 48, "layer_norm_eps": 3e-4, "rope_parameters": {
         "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
+    "nemotron": {"head_dim": 12, "norm_eps": 3e-4, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
+    "falcon": {**_PLAIN_ROPE, "layer_norm_epsilon": 3e-4, "ffn_hidden_size": 50},
     "cohere 2": {**_PLAIN_ROPE, "layer_norm_eps": 3e-4},
     "starcoder 2": {**_WIDE, **_PLAIN_ROPE, "norm_epsilon": 3e-4},
     "mixtral": {**_WIDE, **_PLAIN_ROPE, "num_local_experts": 6},
@@ -196,18 +263,30 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen 3 moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 10, "moe_intermediate_size": 22, "mlp_only_layers": [2]},
     "qwen 3 next": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
         "num_experts": 6, "moe_intermediate_size": 22, "shared_expert_intermediate_size": 26,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
-        "linear_value_head_dim": 9, "linear_conv_kernel_dim": 4, "rms_norm_eps": 3e-3},
+        **_ODD_DELTA},
+    "qwen 3.5": {**_WIDE, **_ODD_DELTA},
+    "qwen 3.5 moe": {**_WIDE, **_ODD_DELTA, "num_experts": 6, "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26},
     "gpt oss": {**_WIDE, "num_local_experts": 6, "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 777.0}},
     # transformers' DeepSeek 2 needs even widths of latents and heads.
     "deepseek 2": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 14, "qk_nope_head_dim": 8},
     "deepseek 3": {**_PLAIN_ROPE, **_ODD_MLA, "kv_lora_rank": 11, "qk_nope_head_dim": 5},
     "deepseek 3 halves": {"num_key_value_heads": None, "v_head_dim": 13, "rope_parameters": {
         **_DEEPSEEK_YARN, "rope_theta": 777.0}, "n_routed_experts": 10},
+    "ministral": {**_WIDE, **_PLAIN_ROPE},
     "glm 4 moe": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
         "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 22},
     "glm 4 moe lite": {**_PLAIN_ROPE, **_ODD_MLA, "num_key_value_heads": 6, "n_group": 1, "kv_lora_rank": 13},
     "dots 1": {**_WIDE, **_PLAIN_ROPE, "n_routed_experts": 6, "moe_intermediate_size": 22},
+    "minimax m2": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
+        "num_local_experts": 6, "rotary_dim": None},
+    "solar open": {**_WIDE, **_PLAIN_ROPE, "n_routed_experts": 6, "n_group": 1, "moe_intermediate_size": 22},
+    "flex olmo": {**_PLAIN_ROPE, "num_experts": 6},
+    "exaone moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 6, "n_group": 3, "moe_intermediate_size": 22},
+    "ernie 4.5 moe": {**_PLAIN_ROPE, "moe_num_experts": 6, "moe_intermediate_size": 22},
+    "hunyuan": {**_WIDE, "rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0, "rope_theta": 777.0}},
+    "hunyuan moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 6},
+    **dict.fromkeys(("granite moe", "granite moe shared"), {**_PLAIN_ROPE, "num_local_experts": 6}),
     "youtu": {**_PLAIN_ROPE, "num_key_value_heads": 6, "kv_lora_rank": 11, "v_head_dim": 7},
     "minicpm 3": {"num_key_value_heads": None, "kv_lora_rank": 11, "v_head_dim": 7, "scale_depth": None},
     "mamba": {"intermediate_size": 36, "expand": 1, "layer_norm_epsilon": 3e-4, "state_size": 5, "time_step_rank": 7},
@@ -223,6 +302,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
 }  # fmt: skip
 SCALED = [*("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "smollm 3", "olmo 1", "olmo 2", "gemma 2"),
+          *("gemma 1", "arcee", "ernie 4.5", "exaone 4 full", "helium"),
           *("granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
           *("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")]  # fmt: skip
 
@@ -251,7 +331,10 @@ def randomise(model: Any, case: str) -> Any:
     for name, param in model.named_parameters():
         value = 0.15 * torch.randn(param.shape, generator=generator)
         is_norm = param.dim() == 1 and name.endswith("weight")
-        is_zero_centred = "gemma" in case or ("qwen 3 next" in case and "linear_attn" not in name)
+        is_hybrid_qwen = case.startswith(("qwen 3 next", "qwen 3.5"))
+        is_zero_centred = "gemma" in case or case in ("nemotron", "nemotron biases") or (
+            is_hybrid_qwen and "linear_attn" not in name
+        )
         param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

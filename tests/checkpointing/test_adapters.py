@@ -57,11 +57,17 @@ CASES: dict[str, Case] = {
     "llama tied added tokens": Case("llama linear", TIED, 4), "mixtral attention": Case("mixtral", ATTENTION),
     "qwen 2 moe attention": Case("qwen 2 moe windows", {**ATTENTION, "use_dora": True}),
     "gpt oss attention": Case("gpt oss", ATTENTION),
+    "flex olmo attention": Case("flex olmo", ATTENTION), "minimax m2 attention": Case("minimax m2", ATTENTION),
+    "solar open attention": Case("solar open", ATTENTION), "granite moe attention": Case("granite moe", ATTENTION),
+    "exaone moe attention": Case("exaone moe", ATTENTION),
+    "ernie moe attention": Case("ernie 4.5 moe", ATTENTION), "hunyuan moe attention": Case("hunyuan moe", ATTENTION),
     "llama copies": Case("llama wide", {**ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"], "use_dora": True}),
 }  # fmt: skip
 OTHER_FAMILIES = [
     *("mistral", "qwen 3", "smollm 3", "olmo 2", "olmo 3", "gemma 3", "gpt 2", "qwen 2", "olmo 1", "gemma 2", "phi 3"),
     *("phi 3 short", "ministral 3", "granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
+    *("gemma 1", "arcee", "cwm", "ernie 4.5", "exaone 4", "glm", "helium", "stablelm", "nemotron"),
+    *("hunyuan", "falcon", "ministral"),
 ]
 # Of a multimodal model the vision tower has modules of the same names.
 LANGUAGE_MODEL_TARGETS = {"target_modules": r".*language_model\..*\.(q_proj|k_proj|o_proj|gate_proj|down_proj)"}

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpointing import CheckpointError, read_manifest
 from megatron.checkpointing.families.convert import from_hf
+from megatron.checkpointing.families.multimodal import text_config
 from megatron.checkpointing.huggingface import HFFolder, declared_eos_ids, export_hf, read_companion_files
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back
@@ -41,10 +42,37 @@ def mistral3(text: Any) -> Any:
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
+_MROPE = {"rope_type": "default", "rope_theta": 777.0, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+          "linear_value_head_dim": 5, "layer_types": ["linear_attention", "full_attention"],
+          "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5}}  # fmt: skip
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                 "shared_expert_intermediate_size": 10}  # fmt: skip
+_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32,
+                "num_position_embeddings": 16}  # fmt: skip
+
+
+def qwen(name: str, **text: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(text_config={**_SIZES, **text}, vision_config=_QWEN_VISION)
+    return transformers.AutoModelForImageTextToText.from_config(config)
+
+
+def llava(name: str, text: Any) -> Any:
+    vision = transformers.CLIPVisionConfig(**_VISION, projection_dim=8)
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    return transformers.AutoModelForImageTextToText.from_config(config)
+
+
 MODELS = {
     "gemma3": gemma3,
     "mistral3": lambda: mistral3(transformers.Ministral3Config(**_SIZES, rope_parameters=_ROPE)),
     "mistral3 with mistral": lambda: mistral3(transformers.MistralConfig(**_SIZES, sliding_window=None)),  # Small 3.1
+    "qwen3_vl": lambda: qwen("Qwen3VL", rope_parameters=_MROPE),
+    "llava": lambda: llava("Llava", transformers.LlamaConfig(**_SIZES)),
+    "llava_next with mistral": lambda: llava("LlavaNext", transformers.MistralConfig(**_SIZES, sliding_window=None)),
+    "llava_onevision": lambda: llava("LlavaOnevision", transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True)),
+    "qwen3_5": lambda: qwen("Qwen3_5", **_DELTA),
+    "qwen3_5_moe": lambda: qwen("Qwen3_5Moe", **_DELTA, **_QWEN_EXPERTS),
 }
 
 
@@ -65,7 +93,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     export_hf(checkpoint, args, tmp_path / "back")
     original = tensors_of(path)
     assert same_bits(tensors_of(tmp_path / "back"), original)
-    assert any(name.startswith("vision_tower.") for name in original)
+    assert any(name.startswith(("vision_tower.", "model.visual.")) for name in original)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
     text = export_hf(checkpoint, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
     assert text is not None and text.difference <= text.bound
@@ -74,6 +102,14 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     tokens = torch.arange(5, 25).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, multimodal(input_ids=tokens).logits, rtol=0, atol=2e-5)
+
+
+def test_fields_of_a_language_model_without_a_type_of_its_own() -> None:
+    """Qwen3-VL's is Qwen 3 with other defaults; a field beside text_config ties the head."""
+    full = transformers.Qwen3VLConfig().to_dict()
+    minimal = {"model_type": "qwen3_vl", "text_config": {}, "tie_word_embeddings": True}
+    expected, actual = (from_hf(text_config(config), lambda name: None)[0] for config in (full, minimal))
+    assert actual == {**expected, "no_weight_tying": False} and expected["rotary_emb_base"] == 500000
 
 
 def test_names_as_in_memory_and_other_dtypes(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import tokenizers
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from megatron.checkpointing import CheckpointError, has_score_head, load_weights
 from megatron.checkpointing.families.convert import from_hf, hf_config
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import neox_logits
 from megatron.checkpointing.huggingface.raw_llama import write_raw
@@ -56,10 +58,7 @@ def scores_of_transformers(folder: Path) -> Tensor:
         return model(rows, attention_mask=mask).logits[:, 0]
 
 
-# transformers has none for them
-WITHOUT_SCORES = ("granite", "cohere", "apertus", "olmoe", "mamba", "falcon mamba", "nemotron", "dots",
-                  "youtu", "glm 4 moe")
-SCORED = [case for case in CASES if not case.startswith(WITHOUT_SCORES)]
+SCORED = [case for case in CASES if FAMILIES[config_of(case).model_type].has_scorer]
 IN_TEST, MORE_CASES = ("gpt_neox", "llama 3", "gemma 3"), ("gpt 2", "qwen 2", "phi 3 long", "mixtral")
 
 
@@ -81,6 +80,12 @@ def test_scores_are_equal_and_there_and_back_changes_no_bit(case: str, tmp_path:
     with torch.no_grad():
         unpadded_scores = torch.stack([neox_logits(args, weights, row[None])[0, -1, 0] for row in texts()])
     torch.testing.assert_close(scores_of_transformers(tmp_path / "back"), unpadded_scores, rtol=1e-5, atol=1e-5)
+
+
+def test_families_with_scores_are_those_of_transformers() -> None:
+    classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    for model_type, family in FAMILIES.items():
+        assert family.has_scorer == (model_type in classes), model_type
 
 
 def test_what_ends_texts_does_not_pad_them(tmp_path: Path) -> None:

@@ -129,13 +129,13 @@ assert 0.9 < rows[-1]["train/lm_loss"] < 1.1, rows
 """,
     "Add a model family": """
 from tests.checkpointing import family_models, test_family_parity as parity
-parity.CASES = family_models.CASES = {"ernie": family_models.CASES["ernie"]}
-parity.assert_within_bound("HF -> ours", [parity.imported("ernie")], [(1, 1)])
-parity.assert_within_bound("ours -> HF", [parity.exported("ernie", Path("exported"))], [(1, 1)])
-family_models.random_model("ernie", vocab_size=384).save_pretrained("ernie")
-keys, _ = parity.from_hf(json.loads(Path("ernie/config.json").read_text()), lambda name: None)
+parity.CASES = family_models.CASES = {"jais": family_models.CASES["jais"]}
+parity.assert_within_bound("HF -> ours", [parity.imported("jais")], [(1, 1)])
+parity.assert_within_bound("ours -> HF", [parity.exported("jais", Path("exported"))], [(1, 1)])
+family_models.random_model("jais", vocab_size=384).save_pretrained("jais")
+keys, _ = parity.from_hf(json.loads(Path("jais/config.json").read_text()), lambda name: None)
 del keys["padded_vocab_size"]
-rows = train(**keys, load="ernie")
+rows = train(**keys, load="jais")
 """,
     "Add a dataset format": TRAIN,
     "Add an optimizer": TRAIN

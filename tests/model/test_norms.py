@@ -84,6 +84,9 @@ def test_one_layernorm_of_queries_and_keys() -> None:
     for module in (norm, torch_norm):
         module.load_state_dict({"weight": WEIGHT.view(4, 8), "bias": BIAS.view(4, 8)})
     torch.testing.assert_close(norm(*QK), tuple(map(torch_norm, QK)))
+    centred = QKLayerNorm(head_norms(zero_centered_gamma=True), 4, ONE_PROCESS)
+    centred.load_state_dict({"weight": WEIGHT.view(4, 8) - 1.0, "bias": BIAS.view(4, 8)})
+    torch.testing.assert_close(centred(*QK), tuple(map(torch_norm, QK)))
 
 
 def test_one_rmsnorm_of_queries_and_keys() -> None:

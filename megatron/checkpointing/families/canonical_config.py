@@ -80,7 +80,11 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
 
 def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     """Returns the values of attention keys that decide the logits, except those of position keys."""
-    norms = {"use_separate_qk_norms": args.use_separate_qk_norms, "qk_norm_per_head": args.qk_norm_per_head}
+    norms = {
+        "use_separate_qk_norms": args.use_separate_qk_norms,
+        "qk_norm_per_head": args.qk_norm_per_head,
+        "qk_norm_after_rotary": args.qk_norm_after_rotary,
+    }
     return {
         **_latent(args, mixers[0]),
         "num_attention_heads": args.num_attention_heads,
@@ -219,6 +223,8 @@ _WORDS = {
     "zero_centered_gamma": "zero-centered norm weights", "norm_placement": "placement of norms", "pos_emb": "positions",
     "gpt_j_residual": "attention and MLP in parallel", "gpt_j_tied": "one norm for attention and MLP",
     "no_weight_tying": "head not tied to the embedding", "use_qk_layernorm": "norms of queries and keys",
+    "qk_norm_after_rotary": "norms of queries and keys after rotation",
+   
     "use_bias_in_attn_linear": "biases in attention", "add_qkv_bias": "biases of queries, keys and values",
     "attention_multiplier": "factor of attention logits", "attn_logit_softcapping": "cap of attention logits",
     "final_logit_softcapping": "cap of logits", "clip_qkv": "clamp of queries, keys and values",

@@ -11,8 +11,10 @@ from megatron.checkpointing.families.config_fields import (
     drop_fields,
     get,
     layer_kinds,
+    needed_window,
     window_config,
     window_keys,
+    window_period,
 )
 from megatron.checkpointing.families.family import Config, Family, TensorMapping
 from megatron.checkpointing.families.llama import llama_config, llama_keys, replaced_rows
@@ -30,11 +32,9 @@ ROWS = replaced_rows(
 
 def _keys(config: Config) -> dict[str, Any]:
     config = {**_DEFAULTS, **config, "mlp_bias": False}
-    period = get(config, "sliding_window_pattern", 4)
+    period = window_period(config, 4)
     kinds = layer_kinds(config, lambda i: (i + 1) % period != 0)
-    window = config.get("sliding_window", 4096)
-    if window is None and SLIDING in kinds:
-        raise CheckpointError("config.json: layer_types has sliding_attention, so sliding_window must not be null")
+    window = needed_window(config, 4096, kinds)
     if get(config, "use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm: true is not supported")
     return {

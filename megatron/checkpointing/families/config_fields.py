@@ -23,7 +23,10 @@ UNGATED = {
     "swish": ("silu", False), "mish": ("mish", False),
 }  # fmt: skip
 # Fields of rope_parameters that are not part of a scaling method.
-_NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "type", "max_position_embeddings")
+# Those of mrope are about images: a text's tokens have equal positions along all axes.
+_NOT_OF_SCALING = (
+    "rope_theta", "partial_rotary_factor", "type", "max_position_embeddings", "mrope_section", "mrope_interleaved",
+)  # fmt: skip
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -216,13 +219,39 @@ def same_window_keys(window: int | None) -> dict[str, Any]:
     return {} if window is None else {"sliding_window_width": window - 1}
 
 
+def needed_window(config: Config, default: int, types: Sequence[str]) -> int | None:
+    """Returns `sliding_window` of config.json; None if it is null.
+
+    default: its value if the field is absent. types: `layer_types`.
+    Raises CheckpointError if it is null although layers have windows."""
+    window = config.get("sliding_window", default)
+    if window is None and SLIDING in types:
+        raise CheckpointError(f"config.json: layer_types has {SLIDING}, so sliding_window must not be null")
+    return window
+
+
+def window_period(config: Config, default: int, *names: str) -> int:
+    """Returns after how many layers one without a window follows.
+
+    names: fields of config.json that give it. default: its value without them.
+    Raises CheckpointError if a field has letters ("LLLG"); transformers then needs `layer_types`."""
+    for name in names or ("sliding_window_pattern",):
+        period = config.get(name)
+        if isinstance(period, int) and period > 0:
+            return period
+        if period is not None and config.get("layer_types") is None:
+            raise CheckpointError(f"config.json: {name}: {period} is not supported; set layer_types")
+    return default
+
+
 def layer_kinds(config: Config, slides: Callable[[int], bool]) -> Sequence[str]:
     """Returns `layer_types` of config.json: "sliding_attention" or "full_attention" for each layer.
 
     slides: whether the layer of a number, from 0, has a sliding window; used if config.json lacks
         `layer_types`."""
-    kinds = [SLIDING if slides(i) else FULL for i in range(config["num_hidden_layers"])]
-    return get(config, "layer_types", kinds)
+    if config.get("layer_types") is not None:
+        return config["layer_types"]
+    return [SLIDING if slides(i) else FULL for i in range(config["num_hidden_layers"])]
 
 
 def layer_types(args: ModelArgs) -> list[str]:

@@ -23,7 +23,6 @@ from megatron.checkpointing.families.family import (
     Family,
     TensorMapping,
     gives_score,
-    merged,
 )
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.specs import AttentionSpec
@@ -101,7 +100,7 @@ def _read(
             rows, num_uses = _rows_of(spec, vocab), row.part[1]
             expected_parts = row.split(torch.empty(rows, device="meta"), mixer, spec.experts)
             if num_uses > 1:
-                expected_parts = (merged(expected_parts * num_uses),)
+                expected_parts = (row.merge(expected_parts * num_uses),)
             names = row.names(block, spec.experts)
             shapes = {name: tuple(part.shape) for name, part in zip(names, expected_parts, strict=True)}
             joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), mixer, spec.experts)
@@ -142,7 +141,7 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
         **chosen_family.to_config(args),
         "vocab_size": vocab,
         "torch_dtype": _DTYPES[args.params_dtype],
-        "bos_token_id": None,
+        **({} if chosen_family.needs_bos else {"bos_token_id": None}),
         "eos_token_id": None,
         "pad_token_id": None,
     }
@@ -228,7 +227,7 @@ def to_hf(
                 held[row.part[0]] = parts[0]
                 if len(held) < row.part[1]:
                     continue
-                parts = (merged([held[i] for i in range(row.part[1])]),)
+                parts = (row.merge([held[i] for i in range(row.part[1])]),)
             names = row.names(block, spec.experts)
             for name, part in zip(names, parts, strict=True):
                 is_view = row.part[1] == 1  # a merged tensor shares no storage

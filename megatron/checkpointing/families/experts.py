@@ -105,12 +105,12 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
     micro-batch and all layers together. defaults: of the family's HuggingFace configuration class. Raises
     CheckpointError for a model without experts."""
     field = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    experts = get(config, field, defaults["num_experts"])
+    experts = get(config, field, defaults.get("num_experts"))
     if experts < 2:
         raise CheckpointError(f"config.json: {field}: {experts}; a model with experts has 2 or more")
     keys = {
         "moe_num_experts": experts,
-        "moe_top_k": get(config, "num_experts_per_tok", defaults["num_experts_per_tok"]),
+        "moe_top_k": get(config, "num_experts_per_tok", defaults.get("num_experts_per_tok")),
         "moe_router_type": "topk",
         "norm_topk_prob": get(config, "norm_topk_prob", False),
     }

@@ -92,6 +92,8 @@ class TensorMapping:
         expert's matrix.
     part: (i, n): the HuggingFace tensor interleaves n NeoX parameters along its last dimension; this
         parameter is number i.
+    consecutive: the HuggingFace tensor holds the n parameters of `part` one after the other along dimension
+        1 instead.
     """
 
     neox_name: str
@@ -100,6 +102,7 @@ class TensorMapping:
     transposed: bool = False
     stacked: bool = False
     part: tuple[int, int] = (0, 1)
+    consecutive: bool = False
 
     @property
     def is_block_parameter(self) -> bool:
@@ -129,7 +132,9 @@ class TensorMapping:
         parts: the HuggingFace tensors in the order of `names`. attention: the spec of the layer's mixer.
             experts: number of experts; None: the block is dense."""
         if self.stacked:
-            return self._turned(next(iter(parts))[..., self.part[0] :: self.part[1]]).flatten(0, 1)
+            stored, (i, number) = next(iter(parts)), self.part
+            part = stored.chunk(number, 1)[i] if self.consecutive else stored[..., i::number]
+            return self._turned(part).flatten(0, 1)
         foreign = (part.t() for part in parts) if self.transposed else parts
         if self.is_per_expert:
             return _stacked(foreign, experts or 1)
@@ -138,22 +143,23 @@ class TensorMapping:
     def split(self, value: Tensor, attention: MixerSpec | None, experts: int | None) -> tuple[Tensor, ...]:
         """Returns the HuggingFace tensors of the NeoX parameter `value`, the inverse of `join`.
 
-        If `part` is set, returns only this parameter's part of the HuggingFace tensor; `merged` combines the
+        If `part` is set, returns only this parameter's part of the HuggingFace tensor; `merge` combines the
         parts."""
         if self.stacked:
             return (self._turned(value.unflatten(0, (experts or 1, -1))),)
         parts = value.chunk(experts or 1) if self.is_per_expert else self.transform.split(value, attention)
         return tuple(part.t() for part in parts) if self.transposed else tuple(parts)
 
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        """Combines several parameters into the HuggingFace tensor that holds them.
+
+        parts: results of `split`, in the order of `part`."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(tuple(parts), 1) if self.consecutive else torch.stack(tuple(parts), -1).flatten(-2)
+
     def _turned(self, experts: Tensor) -> Tensor:
         return experts.transpose(1, 2) if self.transposed else experts
-
-
-def merged(parts: Sequence[Tensor]) -> Tensor:
-    """Interleaves several parameters along the last dimension into the HuggingFace tensor that holds them.
-
-    parts: results of `TensorMapping.split`, in the order of `TensorMapping.part`."""
-    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), -1).flatten(-2)
 
 
 def _stacked(parts: Iterable[Tensor], number: int) -> Tensor:
@@ -215,11 +221,14 @@ class Family:
         export. None: there are none.
     predicts_more: files may hold blocks after the last, for multi-token prediction, which are read and
         written only with `mtp_num_layers`.
+    needs_bos: transformers refuses null as bos_token_id, so exports without such a token leave it out.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
         several names, or of all experts ({expert}), are one tensor in memory.
     constants: HuggingFace tensors of every block that are never trained, and the value of all their elements.
         They are written on export; an import with another value is refused.
+    typical: fields of config.json for a small model of the family, where transformers' defaults give no model
+        that is supported.
     title: the family's usual name.
     notes: differences from the published model, or special cases, for the table in docs/huggingface.md.
 
@@ -241,9 +250,11 @@ class Family:
     scorer: str | None = None
     has_scorer: bool = True
     predicts_more: bool = False
+    needs_bos: bool = False
     base_prefix: str = "model."
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    typical: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
     notes: str = ""
 

@@ -1,9 +1,10 @@
 """Makes the table of families that `tools/ckpts/families.py` prints and docs/huggingface.md shows."""
 
+import re
 from dataclasses import dataclass
 
 from megatron.checkpointing.families.family import Family
-from megatron.checkpointing.families.multimodal import TEXT_TOWERS
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS, families_inside
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
 from megatron.model.build_specs import has_one_norm, norm_kind
@@ -50,8 +51,9 @@ def family_rows() -> list[FamilyRow]:
 
 
 def _row(family: Family) -> FamilyRow:
-    multimodal_types = [name for name, texts in TEXT_TOWERS.items() if family.model_type in texts]
-    classes = [f"{name.capitalize()}ForConditionalGeneration" for name in multimodal_types]
+    multimodal_types = [name for name in TEXT_TOWERS if family.model_type in families_inside(name)]
+    names = [re.sub("_([a-z])", lambda match: match[1].upper(), name.capitalize()) for name in multimodal_types]
+    classes = [f"{name.replace('Vl', 'VL')}ForConditionalGeneration" for name in names]
     return FamilyRow(
         family.title, (family.model_type, *multimodal_types), (family.architecture, *classes),
         _features(small_model(family)), family.notes,
@@ -133,7 +135,8 @@ def _attention_features(args: ModelArgs) -> dict[str, bool]:
         "sliding windows": windows == {True},
         "attention sinks": attention.sinks,
         "gated attention": attention.output_gate,
-        "QK norms": attention.norms is not None,
+        "QK norms": attention.norms is not None and not attention.norms.after_rotary,
+        "QK norms after rotation": attention.norms is not None and attention.norms.after_rotary,
         "QKV biases": attention.bias and not attention.output_bias,
         "biases": attention.output_bias,
         "capped attention logits": attention.softcap is not None,

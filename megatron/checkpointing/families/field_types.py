@@ -69,20 +69,25 @@ _TYPES: Types = (
         "initial_context_length intermediate_size mamba_head_dim mamba_num_heads max_position_embeddings "
         "moe_latent_size n_ctx n_embd n_group n_groups "
         "n_head n_inner n_layer n_positions num_attention_heads num_heads num_hidden_layers num_key_value_heads "
-        "original_max_position_embeddings sliding_window_pattern _sliding_window_pattern ssm_state_size state_size "
-        "no_rope_layer_interval attention_head_dim topk_group vocab_size num_labels",
+        "original_max_position_embeddings _sliding_window_pattern ssm_state_size state_size "
+        "no_rope_layer_interval attention_head_dim topk_group vocab_size ffn_hidden_size num_labels "
+        "full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+        "linear_value_head_dim "
+        "linear_conv_kernel_dim",
     ),
     (
         "a whole number below 2^31",
         _is_int32,
         "decoder_sparse_step max_window_layers moe_intermediate_size moe_shared_expert_intermediate_size "
         "n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
-        "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace",
+        "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace moe_k rotary_dim "
+        "moe_num_shared_experts num_shared_experts shared_intermediate_size moe_layer_start_index "
+        "moe_layer_end_index moe_layer_interval",
     ),
     (
         "a number",
         _is_number,
-        "attention_factor attention_multiplier attn_factor attn_logit_softcapping beta_fast beta_slow clip_qkv "
+        "alpha attention_factor attention_multiplier attn_factor attn_logit_softcapping beta_fast beta_slow clip_qkv "
         "embedding_multiplier factor final_logit_softcapping high_freq_factor layer_norm_eps layer_norm_epsilon "
         "layernorm_epsilon llama_4_scaling_beta logit_scale logits_scaling low_freq_factor mixer_rms_eps mscale "
         "mscale_all_dim norm_epsilon norm_eps partial_rotary_factor query_pre_attn_scalar residual_multiplier "
@@ -95,7 +100,8 @@ _TYPES: Types = (
         _is_flag,
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias use_bidirectional_attention "
-        "use_conv_bias use_parallel_residual use_qk_norm use_sliding_window",
+        "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm "
+        "multi_query parallel_attn new_decoder_architecture alibi bias use_sliding_window",
     ),
     (
         "a string",
@@ -103,7 +109,8 @@ _TYPES: Types = (
         "activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act mlp_hidden_act "
         "model_type rope_type type torch_dtype dtype",
     ),
-    ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type"),
+    ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type mlp_layer_types"),
+    ("a whole number, or a list of them", _one_or_more(_is_int32), "moe_topk"),
     ("a list of whole numbers", _list_of(_is_index), "mlp_only_layers no_rope_layers"),
     ("a list of numbers", _list_of(_is_number), "long_factor short_factor"),
     ("a list of two numbers", _is_limit, "time_step_limit"),
@@ -116,6 +123,11 @@ _TYPES: Types = (
         "a whole number above 0 and below 2^31, or auto",
         lambda value: _is_size(value) or value == "auto",
         "time_step_rank",
+    ),
+    (
+        "a whole number below 2^31, or letters",
+        lambda value: _is_index(value) or _is_text(value),
+        "sliding_window_pattern",
     ),
     ("a token id", _is_token, "bos_token_id pad_token_id"),
     ("a token id, or a list of token ids", _one_or_more(_is_token), "eos_token_id"),

@@ -1,7 +1,7 @@
-"""Describes the families Gemma 2 and Gemma 3 (text).
+"""Describes the families Gemma 1 to 3 (text).
 
-Norms before and after attention and MLP multiply by 1 + w. Embeddings are scaled. Gemma 2 caps logits, Gemma
-3 has two rotary bases.
+Norms multiply by 1 + w, and embeddings are scaled. Gemma 2 and 3 also have norms after attention and MLP.
+Gemma 2 caps logits, Gemma 3 has two rotary bases.
 """
 
 from typing import Any
@@ -21,9 +21,10 @@ from megatron.checkpointing.families.config_fields import (
     two_ropes_config,
     window_config,
     window_keys,
+    window_period,
 )
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config, common_keys
+from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config, common_keys, llama_config, llama_keys
 from megatron.checkpointing.families.olmo import local_rope_keys
 from megatron.neox_arguments import ModelArgs
 
@@ -86,7 +87,7 @@ GEMMA2 = Family(
 
 def _gemma3_keys(config: Config) -> dict[str, Any]:
     config = {**_GEMMA3, **config}
-    period = get(config, "sliding_window_pattern", get(config, "_sliding_window_pattern", 6))
+    period = window_period(config, 6, "sliding_window_pattern", "_sliding_window_pattern")
     windows = window_keys(config.get("sliding_window", 4096), layer_kinds(config, lambda i: (i + 1) % period != 0))
     local = rope_of({**config, "rope_scaling": None}, SLIDING, theta=10000.0, spelt="rope_local_base_freq")
     return {
@@ -106,3 +107,28 @@ GEMMA3 = Family(
     "gemma3_text", "Gemma3ForCausalLM", ROWS, _gemma3_keys, _gemma3_config, title="Gemma 3",
     scorer="Gemma3TextForSequenceClassification",
 )  # fmt: skip
+
+_GEMMA1 = {
+    "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "head_dim": 256, "intermediate_size": 24576, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+_TANH = "gelu_pytorch_tanh"
+
+
+def _gemma1_keys(config: Config) -> dict[str, Any]:
+    config = {**_GEMMA1, **config}
+    refuse_unless(config, "use_bidirectional_attention", False)
+    act = get(config, "hidden_act", _TANH)
+    act = _TANH if act == "gelu" else act  # the published gelu means the tanh approximation
+    return {
+        **llama_keys({**config, "hidden_act": act, "mlp_bias": False}, _GEMMA1),
+        "zero_centered_gamma": True,
+        "embedding_multiplier": config["hidden_size"] ** 0.5,
+    }
+
+
+def _gemma1_config(args: ModelArgs) -> dict[str, Any]:
+    return {**llama_config(args), "hidden_act": gated_activation(args, _TANH)}
+
+
+GEMMA = Family("gemma", "GemmaForCausalLM", ROWS, _gemma1_keys, _gemma1_config, title="Gemma 1")

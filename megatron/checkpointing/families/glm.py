@@ -1,7 +1,7 @@
-"""Describes the family GLM 4 (0414).
+"""Describes GLM 4, in its versions of 2024 and of April 2025 (0414).
 
-It has norms before and after attention and MLP. Half of each head has rotary positions, which rotate
-neighbouring dimensions together.
+Half of each head has rotary positions, which rotate neighbouring dimensions together. The later version also
+has norms after attention and MLP.
 """
 
 from typing import Any
@@ -16,12 +16,13 @@ _DEFAULTS = {
     "intermediate_size": 13696, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
 }  # fmt: skip
 _BLOCK = "model.layers.{}."
+_FUSED = TensorMapping("mlp.linear1.weight", (_BLOCK + "mlp.gate_up_proj.weight",), GATE_UP)
 ROWS = replaced_rows(
     # GLM's post_attention_layernorm stands before the MLP, so our name for it is pre_feedforward_layernorm.
     TensorMapping("post_attention_layernorm.scale", (_BLOCK + "post_self_attn_layernorm.weight",)),
     TensorMapping("pre_feedforward_layernorm.scale", (_BLOCK + "post_attention_layernorm.weight",)),
     TensorMapping("post_feedforward_layernorm.scale", (_BLOCK + "post_mlp_layernorm.weight",)),
-    TensorMapping("mlp.linear1.weight", (_BLOCK + "mlp.gate_up_proj.weight",), GATE_UP),
+    _FUSED,
 )
 
 
@@ -32,8 +33,11 @@ def _keys(config: Config) -> dict[str, Any]:
         **rope_keys(config, rope_of(config, theta=10000.0), partial=True),
         "rotary_interleaved": True,
         "add_qkv_bias": get(config, "attention_bias", True),
-        "norm_placement": "sandwich",
     }
+
+
+def _glm4_keys(config: Config) -> dict[str, Any]:
+    return {**_keys(config), "norm_placement": "sandwich"}
 
 
 def _config(args: ModelArgs) -> dict[str, Any]:
@@ -41,4 +45,5 @@ def _config(args: ModelArgs) -> dict[str, Any]:
     return {**llama_config(args, partial=True), "attention_bias": biases}
 
 
-GLM4 = Family("glm4", "Glm4ForCausalLM", ROWS, _keys, _config, title="GLM 4 (0414)")
+GLM4 = Family("glm4", "Glm4ForCausalLM", ROWS, _glm4_keys, _config, title="GLM 4 (0414)")
+GLM = Family("glm", "GlmForCausalLM", replaced_rows(_FUSED), _keys, _config, title="GLM 4 (2024)")

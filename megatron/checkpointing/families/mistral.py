@@ -1,4 +1,4 @@
-"""Describes the families Mistral, Mixtral (a mixture of experts) and Ministral 3.
+"""Describes the families Mistral, Mixtral (a mixture of experts), Ministral and Ministral 3.
 
 Ministral 3 scales queries by their position.
 """
@@ -8,15 +8,19 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
     drop_fields,
+    layer_kinds,
+    layer_types,
+    needed_window,
     refuse_unless,
     rope_keys,
     rope_of,
     same_window_keys,
+    window_keys,
     window_of,
 )
 from megatron.checkpointing.families.experts import MIXTRAL_IN_MEMORY, MIXTRAL_ROWS, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_keys, llama_config
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_keys, llama_config, llama_keys
 from megatron.neox_arguments import ModelArgs
 
 _MISTRAL = {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -71,6 +75,28 @@ MIXTRAL = Family(
     in_memory=MIXTRAL_IN_MEMORY,
 )  # fmt: skip
 
+
+_MINISTRAL = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def _ministral_keys(config: Config) -> dict[str, Any]:
+    config = {**_MINISTRAL, **config, "attention_bias": False, "mlp_bias": False}
+    windowed = config.get("sliding_window", 4096) is not None
+    kinds = layer_kinds(config, lambda i: windowed)
+    return {**llama_keys(config, _MINISTRAL), **window_keys(needed_window(config, 4096, kinds), kinds)}
+
+
+def _ministral_config(args: ModelArgs) -> dict[str, Any]:
+    return {**_mistral_config(args), "layer_types": layer_types(args)}
+
+
+MINISTRAL = Family(
+    "ministral", "MinistralForCausalLM", ROWS, _ministral_keys, _ministral_config, title="Ministral (2024)",
+    notes="config.json sets: sliding windows in some layers",
+)  # fmt: skip
 
 _MINISTRAL3 = {
     **LLAMA_DEFAULTS, "hidden_size": 4096, "num_hidden_layers": 34, "intermediate_size": 14336,

@@ -11,9 +11,20 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.family import Config, gives_score
 from megatron.checkpointing.families.registry import FAMILIES
 
+_LLAVA = {"llama": 32000, "mistral": 32000, "qwen2": 151936}
 # Multimodal model_type -> model_type of its language model (the first by default) -> default vocab_size.
 TEXT_TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"gemma3_text": 262208}, "mistral3": {"mistral": 32000, "ministral3": 131072},
+    "qwen3_5": {"qwen3_5_text": 248320}, "qwen3_5_moe": {"qwen3_5_moe_text": 248320},
+    "qwen3_vl": {"qwen3_vl_text": 151936},
+    "llava": _LLAVA, "llava_next": _LLAVA, "llava_onevision": {"qwen2": 151936},
+}  # fmt: skip
+# Language models that are of a family with another model_type -> (family, their defaults).
+_ALIASES: Mapping[str, tuple[str, Config]] = {
+    "qwen3_vl_text": ("qwen3", {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0,
+    }),
 }  # fmt: skip
 # (prefix in the multimodal model, prefix in the language model alone) of the language model's tensors.
 # Published files, and those that transformers writes, have other prefixes than modules in memory. peft uses
@@ -27,6 +38,11 @@ _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype
 def is_multimodal(config: Config) -> bool:
     """Whether a config.json describes a supported multimodal model (images and text)."""
     return str(config.get("model_type")) in TEXT_TOWERS
+
+
+def families_inside(model_type: str) -> set[str]:
+    """Returns the families of the language models that a multimodal model may have."""
+    return {_ALIASES[name][0] if name in _ALIASES else name for name in TEXT_TOWERS[model_type]}
 
 
 def text_config(config: Config) -> dict[str, Any]:
@@ -47,7 +63,11 @@ def text_config(config: Config) -> dict[str, Any]:
         raise CheckpointError(f"config.json: a multimodal reward model ({model_type}) is not supported")
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     # As in transformers, fields outside text_config take precedence.
-    fields = {"vocab_size": towers[family], **text, **shared}
+    alias, defaults = _ALIASES.get(family, (family, {}))
+    fields = {**defaults, "vocab_size": towers[family], **text, **shared}
+    if config.get("tie_word_embeddings"):
+        fields["tie_word_embeddings"] = True
+    family = alias
     return {**fields, "model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
@@ -118,7 +138,9 @@ def multimodal_config(text: Config, imported: Config, same_model: bool) -> dict[
     new_fields = text if not same_model else {"vocab_size": text["vocab_size"]}
     if "vocab_size" not in inner and text["vocab_size"] == text_config(imported)["vocab_size"]:
         new_fields = {name: value for name, value in new_fields.items() if name != "vocab_size"}
-    inner |= {name: value for name, value in new_fields.items() if name not in (*_SHARED, "architectures")}
+    inner |= {
+        name: value for name, value in new_fields.items() if name not in (*_SHARED, "architectures", "model_type")
+    }
     for name in _SHARED:
         if name in text:
             place = inner if name in inner and config.get(name) is None else config

@@ -1,7 +1,7 @@
-"""Describes the families OLMo 1 to 3 and OLMoE.
+"""Describes the families OLMo 1 to 3, OLMoE and FlexOlmo.
 
 OLMo 1's norms have no weights. OLMo 2 and 3 have norms after attention and MLP, and over the full width of
-queries and keys. OLMoE is a mixture of experts.
+queries and keys. OLMoE and FlexOlmo are mixtures of experts.
 """
 
 from typing import Any
@@ -116,5 +116,29 @@ def _olmoe_config(args: ModelArgs) -> dict[str, Any]:
 
 OLMOE = Family(
     "olmoe", "OlmoeForCausalLM", EXPERT_ROWS, _olmoe_keys, _olmoe_config, title="OLMoE", notes="clip_qkv",
+    has_scorer=False, in_memory=EXPERTS_IN_MEMORY,
+)  # fmt: skip
+
+_FLEX_OLMO = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5, "router_aux_loss_coef": 0.01,
+}  # fmt: skip
+
+
+def _flex_olmo_keys(config: Config) -> dict[str, Any]:
+    return {
+        **llama_keys({**config, "mlp_bias": False}, _FLEX_OLMO, theta=500000.0),
+        **expert_keys(config, _FLEX_OLMO),
+        **_NORMS,
+    }
+
+
+def _flex_olmo_config(args: ModelArgs) -> dict[str, Any]:
+    config = {**llama_config(args, head_dim=False), **expert_config(args)}
+    return {**config, "intermediate_size": args.expert_ffn_size}
+
+
+FLEX_OLMO = Family(
+    "flex_olmo", "FlexOlmoForCausalLM", EXPERT_ROWS, _flex_olmo_keys, _flex_olmo_config, title="FlexOlmo",
     has_scorer=False, in_memory=EXPERTS_IN_MEMORY,
 )  # fmt: skip

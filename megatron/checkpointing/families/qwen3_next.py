@@ -1,4 +1,6 @@
-"""Describes the family Qwen 3-Next: Gated DeltaNet in most blocks, gated attention in the others, experts."""
+"""Describes Qwen 3-Next and 3.5: Gated DeltaNet in most blocks, gated attention in the others, and experts or
+an MLP.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families.config_fields import FULL, get, rope_keys, rope_of
+from megatron.checkpointing.families.config_fields import FULL, drop_fields, get, rope_keys, rope_of
 from megatron.checkpointing.families.experts import EXPERT_ROWS, EXPERTS_IN_MEMORY, expert_config, expert_keys
 from megatron.checkpointing.families.family import Config, Family, TensorMapping, Transform
-from megatron.checkpointing.families.llama import PER_HEAD, common_keys, llama_config
+from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_keys, llama_config
 from megatron.checkpointing.families.mamba import with_defaults
 from megatron.checkpointing.families.qwen import blocks_with_experts
 from megatron.model.specs import GatedDeltaNetSpec, MixerSpec
@@ -57,14 +59,17 @@ def _split(fused: Tensor, net: MixerSpec | None) -> tuple[Tensor, ...]:
 
 # HuggingFace's tensors hold [queries | keys | values | gates], and [rates | decays], per head of keys.
 _GROUPED = Transform(_join, _split)
-_ROWS = (
-    *EXPERT_ROWS,
-    TensorMapping("mixer.in_proj.weight", (_NET + "in_proj_qkvz.weight", _NET + "in_proj_ba.weight"), _GROUPED),
+_NET_ROWS = (
     TensorMapping("mixer.conv1d.weight", (_NET + "conv1d.weight",)),
     TensorMapping("mixer.dt_bias", (_NET + "dt_bias",)),
     TensorMapping("mixer.A_log", (_NET + "A_log",)),
     TensorMapping("mixer.norm.weight", (_NET + "norm.weight",)),
     TensorMapping("mixer.out_proj.weight", (_NET + "out_proj.weight",)),
+)
+_ROWS = (
+    *EXPERT_ROWS,
+    TensorMapping("mixer.in_proj.weight", (_NET + "in_proj_qkvz.weight", _NET + "in_proj_ba.weight"), _GROUPED),
+    *_NET_ROWS,
 )
 
 
@@ -79,41 +84,68 @@ def _blocks(config: Config) -> list[str]:
     return [_KINDS[name] for name in types]
 
 
-def _keys(config: Config) -> dict[str, Any]:
-    config = with_defaults(config, _DEFAULTS)
-    blocks, shared = _blocks(config), "shared_expert_intermediate_size"
+def _hybrid_keys(config: Config) -> dict[str, Any]:
+    """Returns the NeoX configuration keys for kinds of blocks, attention and Gated DeltaNet.
+
+    config: config.json with the defaults of its family."""
+    blocks = _blocks(config)
     return {
-        **common_keys({**config, "mlp_bias": False}, _DEFAULTS),
+        **common_keys({**config, "mlp_bias": False}, config),
         **rope_keys(config, rope_of(config, theta=10000.0), partial=True),
         **PER_HEAD,
-        **expert_keys(config, _DEFAULTS),
-        **blocks_with_experts(config),
         "zero_centered_gamma": True,
         "attention_config": blocks,
         "attention_output_gate": "global" in blocks,
-        "moe_intermediate_size": config["moe_intermediate_size"],
-        f"moe_{shared}": config[shared],
-        "moe_shared_expert_gate": True,
         **({name: config[name] for name in _SIZES} if "gated_delta_net" in blocks else {}),
     }
 
 
-def _config(args: ModelArgs) -> dict[str, Any]:
+def _hybrid_config(args: ModelArgs) -> dict[str, Any]:
+    """Returns config.json's fields for kinds of blocks, the inverse of `_hybrid_keys`."""
     names = {kind: name for name, kind in _KINDS.items()} | {"flash": FULL}
     unsupported = sorted(set(args.attention_config) - names.keys())
     if unsupported:
-        raise CheckpointError(
-            f"the family qwen3_next has no blocks of kind {', '.join(unsupported)} (attention_config)"
-        )
+        raise CheckpointError(f"Qwen 3-Next and 3.5 have no blocks of kind {', '.join(unsupported)} (attention_config)")
     return {
         **llama_config(args, partial=True),
-        **expert_config(args),
-        "moe_intermediate_size": args.expert_ffn_size,
-        "shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [block for block in range(args.num_layers) if not args.has_experts(block)],
         "layer_types": [names[kind] for kind in args.attention_config],
         **{name: getattr(args, name) for name in _SIZES},
+    }
+
+
+_SHARED = "shared_expert_intermediate_size"
+
+
+def _mixture_keys(config: Config) -> dict[str, Any]:
+    """Returns the NeoX configuration keys for experts beside a gated shared expert."""
+    return {
+        **expert_keys(config, config),
+        "moe_intermediate_size": config["moe_intermediate_size"],
+        f"moe_{_SHARED}": config[_SHARED],
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _mixture_config(args: ModelArgs) -> dict[str, Any]:
+    """Returns config.json's fields for experts, the inverse of `_mixture_keys`."""
+    return {
+        **expert_config(args),
+        "moe_intermediate_size": args.expert_ffn_size,
+        _SHARED: args.moe_shared_expert_intermediate_size,
+    }
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    config = with_defaults(config, _DEFAULTS)
+    return {**_hybrid_keys(config), **_mixture_keys(config), **blocks_with_experts(config)}
+
+
+def _config(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **_hybrid_config(args),
+        **_mixture_config(args),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [block for block in range(args.num_layers) if not args.has_experts(block)],
     }
 
 
@@ -121,4 +153,54 @@ QWEN3_NEXT = Family(
     "qwen3_next", "Qwen3NextForCausalLM", _ROWS, _keys, _config, title="Qwen 3-Next", carried=r"mtp\..*",
     in_memory=EXPERTS_IN_MEMORY,
     notes="config.json sets: kinds of blocks, dense blocks; multi-token prediction layers (mtp) are kept, not trained",
+)  # fmt: skip
+
+
+def _join_separate(parts: Sequence[Tensor], net: MixerSpec | None) -> Tensor:
+    return torch.cat(tuple(parts))
+
+
+def _split_separate(fused: Tensor, net: MixerSpec | None) -> tuple[Tensor, ...]:
+    assert isinstance(net, GatedDeltaNetSpec)
+    return fused.split((2 * net.keys + net.values, net.values, net.heads, net.heads))
+
+
+_IN_35 = tuple(f"{_NET}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+_NET_ROWS_35 = (
+    TensorMapping("mixer.in_proj.weight", _IN_35, Transform(_join_separate, _split_separate)),
+    *_NET_ROWS,
+)
+_QWEN3_5 = {
+    **_DEFAULTS, "hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 4, "intermediate_size": 12288,
+}  # fmt: skip
+_QWEN3_5_MOE = {**_DEFAULTS, "num_hidden_layers": 40, "num_experts_per_tok": 8, "num_experts": 256}
+
+
+def _dense_keys_35(config: Config) -> dict[str, Any]:
+    return _hybrid_keys(with_defaults(config, _QWEN3_5))
+
+
+QWEN3_5 = Family(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", (*ROWS, *_NET_ROWS_35), _dense_keys_35, _hybrid_config, title="Qwen 3.5",
+    carried=r"mtp\..*", scorer="Qwen3_5TextForSequenceClassification",
+    notes="config.json sets: kinds of blocks; multi-token prediction layers (mtp) are kept, not trained",
+)  # fmt: skip
+
+
+def _moe_keys_35(config: Config) -> dict[str, Any]:
+    config = with_defaults(config, _QWEN3_5_MOE)
+    # transformers normalises scores whatever norm_topk_prob is, and has no width of dense blocks.
+    fields = {**config, "norm_topk_prob": True, "intermediate_size": config[_SHARED]}
+    return {**_hybrid_keys(fields), **_mixture_keys(fields)}
+
+
+def _moe_config_35(args: ModelArgs) -> dict[str, Any]:
+    fields = {**_hybrid_config(args), **_mixture_config(args)}
+    return drop_fields(fields, "intermediate_size", "norm_topk_prob")
+
+
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (*EXPERT_ROWS, *_NET_ROWS_35), _moe_keys_35, _moe_config_35,
+    title="Qwen 3.5 MoE", carried=r"mtp\..*", in_memory=EXPERTS_IN_MEMORY, has_scorer=False,
+    notes="config.json sets: kinds of blocks; multi-token prediction layers (mtp) are kept, not trained",
 )  # fmt: skip

@@ -6,27 +6,38 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError, shortened
 from megatron.checkpointing.families.apertus import APERTUS
+from megatron.checkpointing.families.arcee import ARCEE
 from megatron.checkpointing.families.cohere import COHERE2
+from megatron.checkpointing.families.cwm import CWM
 from megatron.checkpointing.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, YOUTU
+from megatron.checkpointing.families.ernie import ERNIE4_5, ERNIE4_5_MOE
+from megatron.checkpointing.families.exaone import EXAONE4, EXAONE_MOE
+from megatron.checkpointing.families.falcon import FALCON
 from megatron.checkpointing.families.family import Config, Family
-from megatron.checkpointing.families.gemma import GEMMA2, GEMMA3
-from megatron.checkpointing.families.glm import GLM4
+from megatron.checkpointing.families.gemma import GEMMA, GEMMA2, GEMMA3
+from megatron.checkpointing.families.glm import GLM, GLM4
 from megatron.checkpointing.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron.checkpointing.families.gpt2 import GPT2
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.gpt_oss import GPT_OSS
-from megatron.checkpointing.families.granite import GRANITE
+from megatron.checkpointing.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
+from megatron.checkpointing.families.helium import HELIUM
+from megatron.checkpointing.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from megatron.checkpointing.families.kimi_linear import KIMI_LINEAR
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
 from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from megatron.checkpointing.families.minicpm import MINICPM3
-from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from megatron.checkpointing.families.minimax import MINIMAX_M2
+from megatron.checkpointing.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from megatron.checkpointing.families.nemotron import NEMOTRON
 from megatron.checkpointing.families.nemotron_h import NEMOTRON_H
-from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3, OLMOE
+from megatron.checkpointing.families.olmo import FLEX_OLMO, OLMO1, OLMO2, OLMO3, OLMOE
 from megatron.checkpointing.families.phi import PHI3
 from megatron.checkpointing.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megatron.checkpointing.families.qwen3_next import QWEN3_NEXT
+from megatron.checkpointing.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.checkpointing.families.seed_oss import SEED_OSS
+from megatron.checkpointing.families.solar import SOLAR_OPEN
+from megatron.checkpointing.families.stablelm import STABLELM
 from megatron.checkpointing.families.starcoder import STARCODER2
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -35,8 +46,11 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
-        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        QWEN3_NEXT, KIMI_LINEAR, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE,
+        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, GEMMA, ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, HELIUM,
+        STABLELM, NEMOTRON, HUNYUAN, FALCON, MINISTRAL, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
+        QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, KIMI_LINEAR, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3,
+        DEEPSEEK_V2, GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
+        HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED,
         MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
@@ -61,24 +75,14 @@ _UNSUPPORTED = {
     "opt": ("gpt2", "an offset of learned positions, relu, a padding row of the tokenizer"),
     "bloom": ("gpt_neox", "ALiBi positions, a norm after the embedding"),
     "mpt": ("gpt2", "ALiBi positions, no biases"),
-    "falcon": ("gpt_neox", "one or few key-value heads (multi_query), no biases, ALiBi in some sizes"),
     "phi": ("gpt_neox", "one norm for attention and MLP, a bias in the output layer"),
-    "stablelm": ("llama", "LayerNorm, partly rotated heads; in some sizes biases, parallel attention and MLP"),
-    "nemotron": ("llama", "LayerNorm with 1 + weight and bias, ungated relu2, partly rotated heads"),
-    "gemma": ("gemma2", "no norms after attention and MLP, no sliding windows, no capped logits"),
     "gemma4_text": ("gemma3_text", "key-value heads that differ between layers, embeddings in each layer"),
     "gemma3n_text": ("gemma3_text", "embeddings in each layer, several residual streams, shared keys and values"),
     "cohere": ("cohere2", "no windows, rotary positions in all layers, in some sizes norms of queries and keys"),
-    "glm": ("glm4", "no norms after attention and MLP"),
-    "hunyuan_v1_dense": ("qwen3", "norms of queries and keys after their rotation, a rotary base scaled by alpha"),
-    "cwm": ("llama", "a sliding window in three of four layers"),
     "internlm3": ("llama", "remote code with other names for biases (qkv_bias, bias); otherwise like LLaMA"),
     "iquestcoder": ("llama", "remote code; otherwise like LLaMA: set model_type: llama in config.json"),
     "vaultgemma": ("gemma2", "no norms after attention and MLP"),
     "bert-generation": ("gpt_neox", "norms after attention and MLP, learned positions, BERT's token types"),
-    "helium": ("llama", "interleaved rotary positions"),
-    "ernie4_5": ("llama", "interleaved rotary positions"),
-    "arcee": ("llama", "ungated relu2"),
     "llama4_text": (
         "mixtral",
         "one expert per token with scaled input, a shared expert, layers without positions, chunked attention",
@@ -87,12 +91,15 @@ _UNSUPPORTED = {
     "deepseek_v4": ("deepseek_v3", "compressed sparse attention, several residual streams, hashed experts"),
     "kimi_k2": ("deepseek_v3", "remote code; otherwise like DeepSeek V3: set model_type: deepseek_v3 in config.json"),
     "glm_moe_dsa": ("deepseek_v3", "an indexer that chooses few tokens for each query (sparse attention)"),
-    "ernie4_5_moe": ("qwen2_moe", "biases of experts, ungated shared experts, interleaved rotary positions"),
-    "qwen3_5_text": ("qwen3_next", "a dense MLP in every block, other tensors of linear attention"),
-    "qwen3_5_moe_text": ("qwen3_next", "other tensors of linear attention, one tensor for all experts"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "the matrices of experts stand transposed in its files"),
+    "mellum": ("qwen3_moe", "windows with another rotary base in some layers"),
+    "nanochat": ("qwen3", "norms without weights, another one after the embedding, an ungated relu2 MLP"),
+    "jais2": ("arcee", "LayerNorm in place of RMSNorm"),
+    "lfm2": ("qwen3", "short convolutions in most layers in place of attention"),
+    "lfm2_moe": ("qwen3_moe", "short convolutions in most layers in place of attention"),
+    "olmo_hybrid": ("qwen3_next", "norms in other places, a rate of the delta rule up to 2, a dense MLP"),
+    "granitemoehybrid": ("granitemoeshared", "Mamba 2 in most layers, beside experts or an MLP"),
     "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),
-    "granitemoe": ("mixtral", "factors of embeddings, residuals, attention and logits, one tensor for all experts"),
-    "flex_olmo": ("olmoe", "norms after attention and MLP instead of before"),
     "bamba": ("nemotron_h", "a gated MLP in every block, partly rotated heads"),
     "jamba": ("nemotron_h", "norms of B, C and time steps with weights, an MLP or experts in every block"),
     "falcon_h1": ("nemotron_h", "attention in parallel with Mamba 2 in every block, gated MLPs, many factors"),
@@ -189,7 +196,7 @@ def _field(name: str, value: Any) -> str:
 
 def small_model(family: Family) -> NeoXArgs:
     """Returns the configuration of a model with the family's defaults and a vocabulary of 128."""
-    return NeoXArgs.from_dict({**family.to_keys({"vocab_size": 128}), "padded_vocab_size": 128})
+    return NeoXArgs.from_dict({**family.to_keys({"vocab_size": 128, **family.typical}), "padded_vocab_size": 128})
 
 
 def _is_neutral(name: str) -> bool:

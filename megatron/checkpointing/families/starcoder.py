@@ -24,12 +24,16 @@ _DEFAULTS = {
     "intermediate_size": 12288, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 _BLOCK = "model.layers.{}."
-ROWS = replaced_rows(
+# For models built like LLaMA, but with LayerNorm.
+LAYERNORM_ROWS = (
     *weight_and_bias("input_layernorm", _BLOCK + "input_layernorm"),
     *weight_and_bias("post_attention_layernorm", _BLOCK + "post_attention_layernorm"),
+    *weight_and_bias("norm", "model.norm"),
+)
+ROWS = replaced_rows(
+    *LAYERNORM_ROWS,
     *weight_and_bias("mlp.linear1", _BLOCK + "mlp.c_fc"),
     *weight_and_bias("mlp.linear2", _BLOCK + "mlp.c_proj"),
-    *weight_and_bias("norm", "model.norm"),
 )
 
 

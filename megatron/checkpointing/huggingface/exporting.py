@@ -255,8 +255,10 @@ def _prepare(
     carried = carried_tensors(source / HF_SUBFOLDER) if is_unchanged else None
     family = family or unchanged
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
-    ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
-    config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
+    fields = hf_config(args, family=family, vocab_size=vocab)
+    fields |= {name: value for name, value in extras.ids.items() if value is not None or name in fields}
+    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    config = with_fields(fields, extras.config, args)
     written_family = FAMILIES[family_of(config)]
     parameters = sum(math.prod(shape) for name, shape in shapes.items() if written_family.copy_of(name) is None)
     card = model_card(source, run_args, config, parameters, dtype, extras.card, averaged)

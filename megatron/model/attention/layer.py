@@ -65,6 +65,7 @@ class SelfAttention(HeadAttention):
         self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
         self.alternating, self.clip, self.gated = spec.kv_heads == spec.heads, spec.clip, spec.output_gate
         allocate(self, self._own_params(spec), groups, "sinks")
+        self.norms_follow_rotary = spec.norms is not None and spec.norms.after_rotary
         self.qk_layernorm = self.q_norm = self.k_norm = None
         for name, (norm, norm_spec, heads) in head_norms(spec).items():
             setattr(self, name, norm(norm_spec, heads, groups))
@@ -139,6 +140,13 @@ class SelfAttention(HeadAttention):
             k, v = gather_from_sharers(torch.stack([k, v]), self.group, self.sharers).unbind(0)
         return [q.unflatten(-1, (self.heads, -1)), *(part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))]
 
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.qk_layernorm is not None:
+            q, k = self.qk_layernorm(q, k)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k
+
     def core(
         self,
         x: Tensor,
@@ -159,14 +167,15 @@ class SelfAttention(HeadAttention):
         gate = None
         if self.gated:
             q, gate = q.chunk(2, dim=-1)
-        if self.qk_layernorm is not None:
-            q, k = self.qk_layernorm(q, k)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.norms_follow_rotary:
+            q, k = self._normed(q, k)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
-            q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)
+        if self.norms_follow_rotary:
+            q, k = self._normed(q, k)
+        if inputs.rope is not None and inputs.rope.query_scale is not None:
+            q = q * inputs.rope.query_scale.to(q.dtype)
         out = self.attend_heads(q, k, v, inputs, seed, cache)
         return (out if gate is None else out * gate.sigmoid()).flatten(2)

@@ -61,6 +61,9 @@ class ModelKeys:
         "layernorm", "Kind of normalisation; te_*: under Transformer-Engine's names"
     )
     use_qk_layernorm: bool = key(False, "Normalise queries and keys: layernorm over all heads, rmsnorm over each head")
+    qk_norm_after_rotary: bool = new_key(
+        False, "With use_separate_qk_norms: normalise queries and keys after their rotation, as HunYuan"
+    )
     qk_norm_per_head: bool = new_key(
         False, "With use_separate_qk_norms: normalise each head alone, with one weight for all heads, as Qwen 3"
     )
@@ -76,7 +79,9 @@ class ModelKeys:
         refuse_values={"post": "the geodesic fork trained pre under this name; write pre, or olmo3"},
         source="fork",
     )
-    zero_centered_gamma: bool = new_key(False, "Multiply by 1 + weight in rmsnorm, as Gemma; also for queries and keys")
+    zero_centered_gamma: bool = new_key(
+        False, "Multiply by 1 + weight in rmsnorm and layernorm, as Gemma; also for queries and keys"
+    )
     layernorm_epsilon: float = key(1e-5, "Added to the variance in layernorm", gt=0)
     rms_norm_epsilon: float = key(
         1e-8,

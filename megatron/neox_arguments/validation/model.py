@@ -170,11 +170,16 @@ def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(
             "te_layernorm_mlp", f"Transformer-Engine's MLP needs norm layernorm or rmsnorm, not {args.cite('norm')}"
         )
-    if args.zero_centered_gamma and shape not in ("rmsnorm", "te_rmsnorm"):
-        problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {args.cite('norm')}")
+    if args.zero_centered_gamma and shape.removeprefix("te_") not in ("rmsnorm", "layernorm"):
+        problems.add("zero_centered_gamma", f"needs norm: rmsnorm or layernorm, not {args.cite('norm')}")
     _attention(args, problems)
     if args.qk_norm_per_head and not args.use_separate_qk_norms:
         problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true; set that, or remove this key")
+    if args.qk_norm_after_rotary:
+        if not args.use_separate_qk_norms:
+            problems.add("qk_norm_after_rotary", "needs use_separate_qk_norms: true; set that, or remove this key")
+        if args.clip_qkv is not None:
+            problems.add("qk_norm_after_rotary", f"does not work with clip_qkv ({args.origin('clip_qkv')}); remove one")
     if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
         problems.add("use_separate_qk_norms", "needs use_qk_layernorm: true and norm: rmsnorm")
     elif args.use_qk_layernorm and not args.use_separate_qk_norms:
