@@ -12,7 +12,8 @@ from megatron.checkpointing.families.convert import hf_shapes
 from megatron.checkpointing.huggingface import HFFolder, export_hf, export_plan, import_plan
 from megatron.checkpointing.huggingface.weight_writer import _index, _plan, planned_sizes, write_weights
 from megatron.checkpointing.layout import layer_file
-from tests.checkpointing.test_families import args_of, sizes
+from tests.checkpointing.published_models import sizes
+from tests.checkpointing.test_families import args_of
 from tests.checkpointing.test_huggingface import imported, model_folder
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 

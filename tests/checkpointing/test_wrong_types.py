@@ -113,7 +113,7 @@ def test_unusual_spellings_are_read(case: str, spelt: dict[str, Any], tmp_path: 
 
 @pytest.mark.parametrize("config", [
     {"model_type": "gemma3n", "text_config": {"intermediate_size": [1, 2]}},
-    {"model_type": "exaone4", "sliding_window_pattern": "LLLG"},
+    {"model_type": "mellum", "sliding_window_pattern": "LLLG"},
     {"model_type": "openelm", "num_key_value_heads": [3, 4]},
 ])  # fmt: skip
 def test_another_family_is_named_whatever_its_fields(config: dict[str, Any], tmp_path: Path) -> None:

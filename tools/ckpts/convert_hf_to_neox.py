@@ -99,8 +99,8 @@ def convert(options: argparse.Namespace) -> None:
     from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf, import_plan
     from megatron.checkpointing.huggingface.importing import TOKENIZER_JSON
 
-    if options.tp < 1 or options.pp < 0 or options.iteration < 0:
-        raise CheckpointError("--tp must be at least 1, and --pp and --iteration at least 0")
+    if options.tp < 1 or min(options.pp, options.iteration, options.mtp_num_layers) < 0:
+        raise CheckpointError("--tp must be at least 1, and --pp, --iteration and --mtp-num-layers at least 0")
     model = str(options.hf_model)
     if not Path(model).is_dir():
         print(f"{model}: no such folder, so it is read from the Hub or its local cache", flush=True)
@@ -109,7 +109,7 @@ def convert(options: argparse.Namespace) -> None:
     at_hub = f"{name}@{options.revision or revision or path.name}"  # the name of a snapshot's folder is its commit
     dtype = PRECISIONS[options.precision]
     origin = None if Path(model).is_dir() else at_hub
-    folder = HFFolder(path, origin, getattr(torch, dtype) if dtype else None, max(0, options.mtp_num_layers))
+    folder = HFFolder(path, origin, getattr(torch, dtype) if dtype else None, options.mtp_num_layers)
     output = options.output_dir or Path(options.checkpoints) / _experiment(name, options.prefix)
     save_tokenizer = options.save_tokenizer == "yes" or (
         options.save_tokenizer == "if there" and (path / "tokenizer.json").is_file()

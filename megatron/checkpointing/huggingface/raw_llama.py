@@ -96,6 +96,7 @@ class RawLlama(HFFolder):
     """
 
     is_transformers_format = False
+    mtp_layers = 0
 
     def __init__(self, raw: Path, side_folder: Path, model_type: str, positions: int) -> None:
         self.path, self.raw, self.origin = side_folder, raw, str(raw)
