@@ -104,6 +104,8 @@ def run_ranks(
     """
     start, port, ranks = time.monotonic(), free_port(), run.ranks
     files = [folder.with_name(f"{folder.name}_{name}_{rank}") for rank in range(ranks)]  # its disk may be full
+    for file in files:  # a rank may be ended before it opens its own
+        file.touch()
     children = [
         _fork(run, ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", port, "torchrun"), folder, files[rank], prepare)
         for rank in range(ranks)

@@ -67,13 +67,20 @@ def _with_short_middle(line: str) -> str:
     return line if omitted <= 0 else f"{line[: _MAX_LINE // 2]} [{omitted} characters] {line[-_MAX_LINE // 2 :]}"
 
 
+_MOST_LINES = 50  # a file that is there twice repeats every key
+
+
 class ConfigError(UserError, ValueError):
-    """Raised if a configuration cannot be used. Its message has a line for each problem: place, key,
-    reason."""
+    """Raised if a configuration cannot be used. Its message has a line for each problem: place, key, reason.
+
+    Of very many problems the first ones are in the message; `problems` has all.
+    """
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        left_out = len(self.problems) - _MOST_LINES
+        more = (f"and {left_out} more problems",) if left_out > 0 else ()
+        super().__init__("\n".join((*self.problems[:_MOST_LINES], *more)))
 
     def __reduce__(self):
         return ConfigError, (self.problems,)

@@ -86,3 +86,9 @@ def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(values, fact
 def test_keys_that_gpt_neox_files_carry_and_nobody_knows(key, facts):
     (problem,) = problems_of({key: 0.1})
     assert message_states(problem, f"{key}: unknown key {facts}")
+
+
+def test_very_many_problems_are_counted() -> None:
+    problems = [f"a.yml:{line}: key_{line}: unknown key" for line in range(1, 71)]
+    error = ConfigError(problems)
+    assert str(error).splitlines() == [*problems[:50], "and 20 more problems"] and error.problems == tuple(problems)
