@@ -79,8 +79,8 @@ class ConfigError(UserError, ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         left_out = len(self.problems) - _MOST_LINES
-        more = (f"and {left_out} more problems",) if left_out > 0 else ()
-        super().__init__("\n".join((*self.problems[:_MOST_LINES], *more)))
+        last_line = (f"and {left_out} more problems",) if left_out > 0 else ()
+        super().__init__("\n".join((*self.problems[:_MOST_LINES], *last_line)))
 
     def __reduce__(self):
         return ConfigError, (self.problems,)
