@@ -311,6 +311,7 @@ def _qk_clip(args: ResolvedArgs, problems: ErrorCollector) -> None:
         "te_mha": "Transformer-Engine's names of weights are not known to it",
         "attn_logit_softcapping": "logits have a cap already",
         "lora": "the weights of queries and keys are frozen",
+        "trainable": "frozen weights of queries and keys cannot be scaled",
     }
     for name, reason in reasons.items():
         if getattr(args, name):

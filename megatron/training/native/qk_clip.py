@@ -54,7 +54,8 @@ class QKClip:
                 parts = [torch.empty_like(largest) for _ in range(self._groups.size("tensor"))]
                 dist.all_gather(parts, largest, group=group)
                 largest = torch.cat(parts, 1)
-            is_clipped = (largest > self._threshold) & ~skip.to(largest.device)
+            # Of an infinite logit no factor can be told; the loss is then no number either.
+            is_clipped = (largest > self._threshold) & largest.isfinite() & ~skip.to(largest.device)
             factors = torch.where(is_clipped, self._threshold / largest, 1.0)
             self._factors, self._largest = dict(zip(layer_logits, factors.unbind(), strict=True)), largest.max()
         self._groups.max(self._largest, "pipe")

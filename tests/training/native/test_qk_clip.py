@@ -123,6 +123,25 @@ def test_only_pairs_of_one_document_count() -> None:
     torch.testing.assert_close(watch.largest, torch.stack(largest).amax(0))
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "shared keys"])
+def test_a_logit_beyond_fp16_is_seen_and_none_turns_weights_into_nothing(heads: tuple[int, int]) -> None:
+    """A product of 2,560,000 is within fp16 after the scale alone; of an infinite logit nothing is scaled."""
+    watch = LogitWatch(1 / 64)
+    q, k = (torch.full((3, 1, number, 64), 200.0, dtype=torch.float16) for number in heads)
+    watch(q, k, AttentionInputs())
+    assert watch.largest is not None and watch.largest.tolist() == [40_000.0] * heads[0]
+    args, layer_weights = imported("llama 3", random_model("llama 3"))
+    stage = make_stage(args, layer_weights).train()
+    clip = QKClip(stage, ParallelGroups.single(), 1.0)
+    stage(None, random_batch(args, rows=ROWS))
+    attention = next(layer.attention for layer in stage.layers.values() if hasattr(layer, "attention"))
+    attention.logit_watch.largest[0] = math.inf
+    held = ReplicatedWeights(stage, args, ParallelGroups.single(), torch.float32)
+    clip.decide(torch.tensor(False))
+    clip.apply(held.trained)
+    assert all(shard.local.isfinite().all() and shard.local.any() for shard in held.trained)
+
+
 def test_rows_of_metrics_have_the_largest_logit(tmp_path: Path) -> None:
     constant = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "weight_decay": 0.0}
     saves = {"save": str(tmp_path), "train_iters": 8, "checkpoint_factor": 8}
@@ -135,7 +154,7 @@ def test_rows_of_metrics_have_the_largest_logit(tmp_path: Path) -> None:
     ({"use_qk_layernorm": True}, "norms .*use_qk_layernorm"), ({"clip_qkv": 1.0}, "clip_qkv"),
     ({"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"), ({"lora": {"r": 4}}, "frozen .*lora"),
     ({"pos_emb": "alibi"}, "biases .*alibi"), ({"context_parallel_size": 2, "engine": "native"}, "context_parallel"),
-    ({"te_mha": True}, "te_mha"),
+    ({"te_mha": True}, "te_mha"), ({"trainable": {"last_layers": 1}}, "frozen .*trainable"),
 ])  # fmt: skip
 def test_what_it_does_not_do_is_refused(changes: dict[str, Any], facts: str) -> None:
     ranks = changes.get("context_parallel_size", 1)
