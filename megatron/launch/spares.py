@@ -27,7 +27,7 @@ _PROGRAM = (
     "import json, sys; report = json.load(open({imports!r})); sys.path[:] = report['path']; "
     "from megatron.process.spare import wait; wait({script!r}, sys.argv[1:], report, {orders})"
 )
-_FORK_S = 10.0
+_FORK_S, _BURIAL_S = 10.0, 5.0
 
 
 @dataclass
@@ -55,17 +55,20 @@ class _Spare:
     def fork(self, order: bytes, log: LogFile) -> Rank:
         """Returns a rank that it forks. Raises OSError if it has ended or does not answer."""
         terminal, reader, writer = open_output(self.rank.index)
+        go_reader, go_writer = os.pipe()
         try:
             self.orders.settimeout(_FORK_S)
-            socket.send_fds(self.orders, [order], [writer])
+            socket.send_fds(self.orders, [order], [writer, go_reader])
             with self.orders.makefile("rb") as answers:
                 pid = answers.readline()
             process = AdoptedProcess(int(pid))
+            os.write(go_writer, b"g")  # it ends without this, so that none runs which came too late
         except (OSError, ValueError) as problem:
             os.close(reader)
             raise OSError(f"a spare made no process: {problem}") from problem
         finally:
-            os.close(writer)
+            for descriptor in (writer, go_reader, go_writer):
+                os.close(descriptor)
         splitter = OutputSplitter() if terminal else None
         return Rank(self.rank.index, self.rank.world_size, process, reader, log, splitter=splitter)
 
@@ -87,17 +90,28 @@ class SpareRanks:
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="neox_spares_")  # not log_dir, which machines may share
         adopt_orphans()  # forks of spares, whose parents end at once
-        self._num_starts = 0
+        self._num_starts, self._next_burial = 0, 0.0
+        self._imported_files: list[str] = []
         self._spares: dict[int, _Spare] = {}  # by index of their rank
         self._has_failed = False
 
-    def _bury_orphans(self) -> None:
-        """Waits for ended processes that ranks had started, and that are children of this one now."""
-        spares = {spare.rank.process.pid for spare in self._spares.values()}
+    def _bury_orphans(self, ranks: Sequence[Rank]) -> None:
+        """Waits, from time to time, for ended processes of ranks that this one has adopted."""
+        if time.monotonic() < self._next_burial:
+            return
+        self._next_burial = time.monotonic() + _BURIAL_S
+        running = {rank.process.pid for rank in (*ranks, *(spare.rank for spare in self._spares.values()))}
         with suppress(OSError):  # outside Linux there are none
             children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            for pid in {int(child) for child in children} - spares:
+            for pid in {int(child) for child in children} - running:
                 os.waitpid(pid, os.WNOHANG)
+
+    def _code_changed_at(self, script: Path) -> int:
+        """Returns when the package, the script, or an imported module of the user's last changed, in ns
+        since 1970."""
+        package = Path(__file__).resolve().parents[1]
+        paths = {script, *package.rglob("*.py"), *map(Path, self._imported_files)}
+        return max((os.stat(path).st_mtime_ns for path in paths if path.exists()), default=0)
 
     @property
     def _imports(self) -> Path:
@@ -108,7 +122,6 @@ class SpareRanks:
         """Returns the environment variable that makes a rank of the next start tell its imports, after its
         first step."""
         self._num_starts += 1
-        self._bury_orphans()
         return {IMPORTS: str(self._imports)}
 
     def take(self, command: Sequence[str], env: Mapping[str, str], log: LogFile) -> Rank | None:
@@ -117,11 +130,12 @@ class SpareRanks:
         spare = self._spares.get(index)
         if spare is None:
             return None
-        if spare.command != tuple(command) or _code_changed_at(Path(spare.command[2])) > spare.started_ns:
+        if spare.command != tuple(command) or self._code_changed_at(Path(spare.command[2])) > spare.started_ns:
             self._spares.pop(index).end()
             return None
         variables = {name: text for name, text in env.items() if spare.environment.get(name) != text}
-        order = (json.dumps(variables) + "\n").encode()
+        removed = dict.fromkeys(spare.environment.keys() - env.keys())
+        order = (json.dumps({**removed, **variables}) + "\n").encode()
         try:
             if spare.forks():
                 rank = spare.fork(order, log)
@@ -138,10 +152,12 @@ class SpareRanks:
 
     def renew(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], ranks: Sequence[Rank]) -> None:
         """Starts a spare for each rank that has none, once a rank has told its imports."""
+        self._bury_orphans(ranks)
         missing = [rank.index not in self._spares for rank in ranks]
         if not any(missing) or self._has_failed or not self._imports.exists():
             return
         try:
+            self._imported_files = json.loads(self._imports.read_text()).get("files", [])
             for rank, env in compress(zip(ranks, environments, strict=True), missing):
                 self._spares[rank.index] = self._start(command, env, rank)
         except OSError as problem:  # the run needs no spares
@@ -168,10 +184,3 @@ class SpareRanks:
         finally:
             spare_end.close()
         return _Spare(spare, tuple(command), env, launcher_end, started_ns)
-
-
-def _code_changed_at(script: Path) -> int:
-    """Returns the time of the last change of the package's files or the script, in ns since 1970."""
-    package = Path(__file__).resolve().parents[1]
-    times = [os.stat(path).st_mtime_ns for path in (script, *package.rglob("*.py")) if path.exists()]
-    return max(times, default=0)

@@ -44,9 +44,11 @@ def report_imports() -> None:
     name = os.environ.pop(IMPORTS, None)
     if name is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return
+    files = (_own_file(module) for module in list(sys.modules.values()))
     report = {
         "path": sys.path,
         "modules": [module for module in list(sys.modules) if not module.endswith("__main__")],  # those are programs
+        "files": [file for file in files if file is not None],
         "environment": {key: os.environ[key] for key in _READ_BY_IMPORTS if key in os.environ},
     }
     with suppress(OSError):
@@ -55,15 +57,23 @@ def report_imports() -> None:
         partial.replace(name)
 
 
+def _own_file(module: Any) -> str | None:
+    """Returns the file of a module that is neither installed nor of Python; None for others."""
+    file = getattr(module, "__file__", None)
+    is_installed = file is None or str(file).startswith((sys.prefix, sys.base_prefix, sys.exec_prefix))
+    return None if is_installed else str(file)
+
+
 def wait(script: str, words: Sequence[str], report: Mapping[str, Any], orders: int) -> None:
     """Imports modules, and runs a script as a rank in a fork of this process for each order.
 
     Where a fork would not work, this process becomes the rank. It tells FORKS or BECOMES after its imports.
 
     script, words: the command to run. report: from `report_imports`; `sys.path` is the rank's already.
-    orders: the descriptor of a socket. An order is a line of JSON with the rank's environment variables; with
-        it comes the descriptor for the output of a fork, whose process number is the answer. This process
-        becomes the rank if no descriptor comes, and ends if the socket is closed.
+    orders: the descriptor of a socket. An order is a line of JSON with the rank's environment variables, null
+        for those to be removed. With it come descriptors for a fork, whose process number is the answer: for
+        its output, and one from which it reads a byte before it begins. This process becomes the rank if none
+        come, and ends if the socket is closed.
     """
     show_stacks_on_signal()
     launcher, connection = os.getppid(), socket.socket(fileno=orders)
@@ -80,39 +90,47 @@ def wait(script: str, words: Sequence[str], report: Mapping[str, Any], orders: i
         connection.sendall(FORKS if _may_fork() else BECOMES)
     _name_process(WAITING)
     while True:
-        variables, output = _order(connection)
+        variables, descriptors = _order(connection)
         if variables is None:
             os._exit(0)
-        if output is None or _is_fork(connection, output, launcher):
+        if not descriptors or _is_fork(connection, descriptors[0], descriptors[1], launcher):
             break
     connection.close()
     _name_process(Path(sys.executable).name)
-    os.environ.update(variables)
+    for name, text in variables.items():
+        os.environ.pop(name, None)
+        if text is not None:
+            os.environ[name] = text
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # forks would have equal random numbers
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
 
 
-def _order(connection: socket.socket) -> tuple[dict[str, str] | None, int | None]:
-    """Returns the next order: environment variables, None at the end; a descriptor for output, or None."""
-    line, output = b"", None
+def _order(connection: socket.socket) -> tuple[dict[str, str | None] | None, list[int]]:
+    """Returns the next order: environment variables, None at the end; and the descriptors that came with
+    it."""
+    line, received = b"", list[int]()
     while not line.endswith(b"\n"):
         try:
-            part, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+            part, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 2)
         except OSError:
-            return None, None
-        output = descriptors[0] if descriptors else output
+            return None, []
+        received += descriptors
         if not part:
-            return None, None
+            return None, []
         line += part
-    return json.loads(line), output
+    return json.loads(line), received
 
 
 def _may_fork() -> bool:
     """Returns whether a fork of this process can do all that the process can.
 
-    It cannot if threads run, which a fork would not have, or if CUDA has started.
+    It cannot if threads run, which a fork would not have, or if CUDA has started. Of HIP that cannot be told.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    if (torch := sys.modules.get("torch")) is not None and torch.version.hip is not None:
         return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -127,7 +145,7 @@ def _name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def _is_fork(connection: socket.socket, output: int, launcher: int) -> bool:
+def _is_fork(connection: socket.socket, output: int, go_ahead: int, launcher: int) -> bool:
     """Forks a process that is a child of the launcher, and returns True in it.
 
     Returns False in this process, after it has told the launcher the number of the child. Between both is a
@@ -138,6 +156,7 @@ def _is_fork(connection: socket.socket, output: int, launcher: int) -> bool:
     if middle_pid:
         os.close(writer)
         os.close(output)
+        os.close(go_ahead)
         os.waitpid(middle_pid, 0)
         with os.fdopen(reader, "rb") as file:
             connection.sendall(file.read(16) + b"\n")
@@ -159,6 +178,7 @@ def _is_fork(connection: socket.socket, output: int, launcher: int) -> bool:
         time.sleep(0.001)
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
+    if os.getppid() != launcher or not os.read(go_ahead, 1):
         os._exit(1)
+    os.close(go_ahead)
     return True

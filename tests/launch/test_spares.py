@@ -4,6 +4,7 @@ import errno
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,8 +109,9 @@ def test_a_spare_that_has_ended_is_replaced_by_a_new_process(tmp_path: Path) -> 
     assert [fact["is_spare"] for fact in facts] == [False] * 4
 
 
-def test_code_that_has_changed_is_run_by_new_processes(tmp_path: Path) -> None:
-    change = "time.sleep(0.01), Path('script.py').touch() if rank == 1 else None"
+@pytest.mark.parametrize("file", ["script.py", "elsewhere/witness.py"])
+def test_code_that_has_changed_is_run_by_new_processes(file: str, tmp_path: Path) -> None:
+    change = f"time.sleep(0.01), Path('{file}').touch() if rank == 1 else None"
     code, log, facts = run(tmp_path, prepare=change)
     assert code == 0, log
     assert [fact["is_spare"] for fact in facts] == [False] * 4
@@ -127,7 +129,8 @@ def test_a_machine_that_starts_no_more_processes_goes_on_without_spares(monkeypa
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr("megatron.launch.spares.start_rank", fail)
-    spares, rank = SpareRanks(), Rank(0, 1, None, 0, None)  # type: ignore[arg-type]
+    process: Any = SimpleNamespace(pid=0)
+    spares, rank = SpareRanks(), Rank(0, 1, process, 0, None)  # type: ignore[arg-type]
     (path,) = spares.begin_start().values()
     Path(path).write_text("{}")
     for _ in range(3):
