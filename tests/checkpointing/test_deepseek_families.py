@@ -91,3 +91,11 @@ def test_which_family_has_latent_attention() -> None:
     uneven = small(**latent, **experts, moe_shared_expert_intermediate_size=24)
     message = r"deepseek_v3: .*\(moe_shared_expert_intermediate_size\): 16 after conversion, 24 in"
     fails(message, hf_config, uneven, family="deepseek_v3")
+
+
+@pytest.mark.parametrize(("case", "field", "value"), [
+    ("deepseek 3", "head_dim", 2), ("kimi linear", "tie_word_embeddings", True),
+    ("gemma 3", "attn_logit_softcapping", 5.0),
+])  # fmt: skip
+def test_fields_that_transformers_computes_otherwise_are_refused(case: str, field: str, value: Any) -> None:
+    fails(f"config.json: {field}: {value} is not supported", args_of, {**config_of(case).to_dict(), field: value})

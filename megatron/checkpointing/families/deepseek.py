@@ -172,6 +172,7 @@ def _refuse_others(config: Config, **fields: str) -> None:
 def _v3_keys(config: Config) -> dict[str, Any]:
     config = with_defaults(config, _V3)
     _refuse_others(config, scoring_func="sigmoid", topk_method="noaux_tc")
+    refuse_unless(config, "head_dim", config["qk_rope_head_dim"])  # transformers' number of rotary dimensions
     return {
         **latent_keys({**config, "mlp_bias": False}, interleaved=rotates_neighbours(config)),
         **grouped_expert_keys(config, first_dense(config)),

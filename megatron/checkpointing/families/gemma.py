@@ -6,6 +6,7 @@ Gemma 2 caps logits, Gemma 3 has two rotary bases.
 
 from typing import Any
 
+from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
     FULL,
     SLIDING,
@@ -87,6 +88,9 @@ GEMMA2 = Family(
 
 def _gemma3_keys(config: Config) -> dict[str, Any]:
     config = {**_GEMMA3, **config}
+    if config.get("attn_logit_softcapping") is not None:  # transformers has the field, but applies no cap
+        cap = config["attn_logit_softcapping"]
+        raise CheckpointError(f"config.json: attn_logit_softcapping: {cap} is not supported in Gemma 3, only null")
     period = window_period(config, 6, "sliding_window_pattern", "_sliding_window_pattern")
     windows = window_keys(config.get("sliding_window", 4096), layer_kinds(config, lambda i: (i + 1) % period != 0))
     local = rope_of({**config, "rope_scaling": None}, SLIDING, theta=10000.0, spelt="rope_local_base_freq")

@@ -126,6 +126,7 @@ def kimi_block_kinds(config: Config) -> list[str]:
 
 def _keys(config: Config) -> dict[str, Any]:
     config = _in_one_naming(config)
+    refuse_unless(config, "tie_word_embeddings", False)  # transformers has two weights either way
     refuse_unless(config, "mla_use_nope", True)  # transformers rotates nothing, whatever the field says
     refuse_unless(config, "moe_router_activation_func", "sigmoid")
     refuse_unless(config, "moe_layer_freq", 1)
