@@ -129,7 +129,8 @@ def _transformers_delta(shape: Shape, mixer: Any) -> nn.Module:
     from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-    sizes, spec = delta_keys(shape), block_specs(neox_args(shape, "torch"))[0].mixer
+    sizes: dict[str, Any] = delta_keys(shape)
+    spec = block_specs(neox_args(shape, "torch"))[0].mixer
     common: dict[str, Any] = {"hidden_size": shape.hidden, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
     if shape.kind == "gated_delta_net":
         module: nn.Module = Qwen3NextGatedDeltaNet(Qwen3NextConfig(**common, **sizes), 0)
