@@ -21,7 +21,7 @@ ARGS = {"pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAI
         "data_impl": "infer", "seq_length": 128, "pack_impl": "unpacked", "padded_vocab_size": 380,
         "train_impl": "dpo", "dataset_impl": "pairwise", "train_batch_size": 8, "train_iters": 1,
         "eval_interval": 1, "eval_iters": 0, "rotates_by_length": False,
-        "lora_dropout": 0.0, "mamba_blocks": ()}  # fmt: skip
+        "lora_dropout": 0.0, "state_blocks": ()}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

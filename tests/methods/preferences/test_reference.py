@@ -18,7 +18,7 @@ from megatron.launch import process_info
 from megatron.model import layer_params
 from megatron.model.norm_functions import NormFunctions
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.neox_arguments.keys.architectures import MambaKeys
+from megatron.neox_arguments.keys.architectures import DeltaRuleKeys, MambaKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.training import start
@@ -206,7 +206,7 @@ def test_what_changes_the_forward_pass_is_another_reference(model: Any, changes:
 
 
 def test_keys_said_not_to_change_the_forward_pass_are_keys() -> None:
-    assert set(_INDEPENDENT) <= {*keys_of(ModelKeys), *keys_of(MambaKeys)}
+    assert set(_INDEPENDENT) <= {*keys_of(ModelKeys), *keys_of(MambaKeys), *keys_of(DeltaRuleKeys)}
 
 
 RUNS = {"cache": PACKED | LAYOUTS["zero2"][1], "cache lost": PADDED | LAYOUTS["zero3"][1]}
