@@ -20,6 +20,7 @@ from megatron.data import Batch
 from megatron.model import layer_params
 from tests.checkpointing.family_models import VOCAB, random_model
 from tests.checkpointing.test_huggingface import imported, model_folder, same_bits, tensors_of
+from tests.checkpointing.test_multimodal import _DELTA, _QWEN_EXPERTS, qwen
 from tests.model.stages import make_stage, random_weights
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 
@@ -48,6 +49,65 @@ def folder_with_blocks(path: Path, case: str, *, copies: bool = True, dtype: tor
     return path
 
 
+def folder_with_block_apart(path: Path, case: str) -> Path:
+    """Qwen's folder, whose last block is the block for multi-token prediction (mtp).
+
+    case: a multimodal model if its name has an underscore; "stacked": names as in memory."""
+    is_multimodal, width = "_" in case, 32
+    kinds = ["linear_attention", "full_attention", "full_attention"]
+    if is_multimodal:
+        model = qwen(case.removesuffix(" stacked"), **{**_DELTA, "num_hidden_layers": 3, "layer_types": kinds}, **(
+            _QWEN_EXPERTS if "Moe" in case else {}))  # fmt: skip
+    else:
+        dense = {"mlp_only_layers": [0]} if case == "qwen 3 next" else {}
+        model = random_model(case, num_hidden_layers=3, layer_types=kinds, tie_word_embeddings=False, **dense)
+    model.save_pretrained(path, save_original_format="stacked" not in case)
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        tensors[re.sub(r"^model\.(language_model\.)?layers\.2\.", "mtp.layers.0.", name)] = tensor
+    shapes = {"fc": (width, 2 * width), "norm": (width,)}
+    shapes |= dict.fromkeys(("pre_fc_norm_embedding", "pre_fc_norm_hidden"), (width,))
+    for name, shape in shapes.items():
+        tensors[f"mtp.{name}.weight"] = 0.3 * torch.randn(shape, generator=generator)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (config["text_config"] if is_multimodal else config).update(num_hidden_layers=2, layer_types=kinds[:2])
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+APART = ["qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "Qwen3_5", "Qwen3_5Moe", "Qwen3_5Moe stacked"]
+
+
+@pytest.mark.parametrize("case", APART)
+def test_a_block_apart_there_and_back_changes_no_bit(case: str, tmp_path: Path) -> None:
+    """Without `mtp_num_layers` it is carried along; with it, the run's block is written instead."""
+    source = folder_with_block_apart(tmp_path / "hf", case)
+    path, args = imported(HFFolder(source, mtp_layers=1), tmp_path / "ours", tensor=2)
+    assert args.mtp_num_layers == 1 and 7 in layer_params(args)
+    export_hf(path, args, tmp_path / "back")
+    expected = tensors_of(tmp_path / "back")
+    if "stacked" not in case:
+        assert same_bits(expected, tensors_of(source))
+    assert any(name.startswith("mtp.") for name in expected) and unwritten_blocks(source, args) is None
+    assert unwritten_blocks(source, args.replace(mtp_num_layers=2)) is not None
+    trunk, args = imported(HFFolder(source), tmp_path / "trunk")
+    assert args.mtp_num_layers is None and 7 not in layer_params(args)
+    carried = trunk / "huggingface" / "carried.safetensors"
+    assert any(name.startswith("mtp.") for name in load_file(carried))
+    (path / "huggingface").mkdir(exist_ok=True)
+    save_file({**load_file(carried), "mtp.fc.weight": torch.zeros(32, 64)}, path / "huggingface" / carried.name)
+    (path / "manifest.json").unlink()
+    export_hf(path, args.replace(mtp_num_layers=1), tmp_path / "trained", check=False)
+    assert same_bits(tensors_of(tmp_path / "trained"), expected)
+    with pytest.raises(CheckpointError, match="has 1 layers for multi-token prediction .* not 2"):
+        HFFolder(source, mtp_layers=2)
+    tensors = {**load_file(source / "model.safetensors"), "mtp.embed_tokens.weight": torch.zeros(3)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="mtp.embed_tokens.weight"):
+        HFFolder(source, mtp_layers=1)
+
+
 @pytest.mark.parametrize(
     ("case", "copies", "dtype"),
     [
@@ -73,22 +133,27 @@ def test_there_and_back_changes_no_bit(case: str, copies: bool, dtype: torch.dty
     assert config["num_nextn_predict_layers"] == DEPTH and config["num_hidden_layers"] == BLOCKS
 
 
+@pytest.mark.parametrize(("case", "depth"), [("deepseek 3", DEPTH), ("qwen 3 next", 1), ("qwen 3.5", 1)])
 @torch.no_grad()
-def test_transformers_computes_equal_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_computes_equal_logits(
+    case: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`MtpModel`, which drafts for generation, on an exported folder."""
-    path, args = imported(
-        HFFolder(folder_with_blocks(tmp_path / "hf", "deepseek 3"), mtp_layers=DEPTH), tmp_path / "ours"
-    )
+    folder = (folder_with_blocks if depth == DEPTH else folder_with_block_apart)(tmp_path / "hf", case)
+    path, args = imported(HFFolder(folder, mtp_layers=depth), tmp_path / "ours")
     export_hf(path, args, tmp_path / "back")
     main: Any = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
     )
-    monkeypatch.setattr(main, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[45]\..*"])
+    monkeypatch.setattr(main, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[45]\..*", r"^mtp.*"])
+    if depth == 1:  # Qwen's config.json has no such fields
+        main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
+        main.config.mlp_only_layers = []
     drafts: Any = MtpModel.from_pretrained(main)
     tokens = torch.arange(3, 17).view(1, -1) * 5 % VOCAB
     hidden = main.model(tokens).last_hidden_state
     expected = []
-    for k in range(DEPTH):  # of the positions whose tokens are known
+    for k in range(depth):  # of the positions whose tokens are known
         ids, positions = tokens[:, k + 1 :], torch.arange(k + 1, tokens.shape[1]).unsqueeze(0)
         hidden = drafts.forward_layer(k, hidden[:, :-1], positions, None, input_ids=ids)
         expected.append(main.lm_head(hidden)[0])

@@ -101,7 +101,7 @@ def _read(
             expected_parts = row.split(torch.empty(rows, device="meta"), mixer, spec.experts)
             if num_uses > 1:
                 expected_parts = (row.merge(expected_parts * num_uses),)
-            names = row.names(block, spec.experts)
+            names = _file_names(family, row, args, layer, spec.experts)
             shapes = {name: tuple(part.shape) for name, part in zip(names, expected_parts, strict=True)}
             joined = row.join(_checked(partial(get, num_uses=num_uses), shapes), mixer, spec.experts)
             yield layer, spec.name, joined if rows == spec.shape else padded(joined, spec.shape[0])
@@ -201,10 +201,10 @@ def to_hf(
     copy: whether each tensor gets its own storage.
     Raises CheckpointError for a layer with missing or unknown tensors, or wrong shapes."""
     table, vocab, specs = _family_for(args, family), _vocabulary(args, vocab_size), layer_params(args)
-    further_blocks = range(args.num_layers, args.num_layers + (args.mtp_num_layers or 0)) if table.predicts_more else ()
+    further_blocks = table.prediction_blocks(args)
     for layer, tensors in layers:
         block = _block(args, layer)
-        if block >= args.num_layers and not table.predicts_more:
+        if block >= args.num_layers and block not in further_blocks:
             continue
         expected = {spec.name: spec.shape for spec in specs.get(layer, ())}
         given_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -228,11 +228,10 @@ def to_hf(
                 if len(held) < row.part[1]:
                     continue
                 parts = (row.merge([held[i] for i in range(row.part[1])]),)
-            names = row.names(block, spec.experts)
-            for name, part in zip(names, parts, strict=True):
+            for name, part in zip(_file_names(table, row, args, layer, spec.experts), parts, strict=True):
                 is_view = row.part[1] == 1  # a merged tensor shares no storage
                 yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()
-            for number in further_blocks:
+            for number in further_blocks if table.predicts_more else ():
                 for name in _copies(args, spec.name):
                     yield name.format(number), parts[0].clone() if copy else parts[0].contiguous()
         if isinstance(mixer_of(args, layer), AttentionSpec):
@@ -260,7 +259,7 @@ def hf_names(
     places: (NeoX layer index, NeoX name) of each parameter; the keys of the result."""
     table, specs = _family_for(args, family), named_params(args)
     return {
-        place: row.names(_block(args, place[0]), spec.experts)
+        place: _file_names(table, row, args, place[0], spec.experts)
         for place in places
         for spec, row in _rows(table, args, place[0], [specs[place]])
     }
@@ -384,12 +383,17 @@ def _rows(
     family: Family, args: ModelArgs, layer: int, specs: Iterable[ParamSpec]
 ) -> Iterator[tuple[ParamSpec, TensorMapping]]:
     is_block = _block(args, layer) >= 0
-    further = PREDICTION_ROWS if family.predicts_more else ()
+    further = PREDICTION_ROWS if family.predicts_more or family.predicts_apart else ()
     table = {row.neox_name: row for row in (*family.rows, *further, SCORE) if row.is_block_parameter == is_block}
     for spec in specs:
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: family {family.model_type} has no tensor for {spec.name}")
         yield spec, table[spec.name]
+
+
+def _file_names(family: Family, row: TensorMapping, args: ModelArgs, layer: int, experts: int | None) -> list[str]:
+    """Returns HuggingFace's names of a parameter in files, in the order of `TensorMapping.split`."""
+    return [family.file_name(name, args.num_layers) for name in row.names(_block(args, layer), experts)]
 
 
 def _copies(args: ModelArgs, name: str) -> list[str]:

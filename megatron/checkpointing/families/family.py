@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec, MixerSpec
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ModelArgs, NeoXArgs
 
 Config = Mapping[str, Any]
 SCORES = "ForSequenceClassification"  # names of classes for reward models end so
@@ -204,6 +204,14 @@ PREDICTION_COPIES = {
     "word_embeddings.weight": _BLOCK + "embed_tokens.weight",
     "final_linear.weight": _BLOCK + "shared_head.head.weight",
 }
+# Qwen's files hold one such block, without copies: the names of a further block, and those in the files.
+_APART = {
+    _BLOCK + "enorm.": "mtp.pre_fc_norm_embedding.",
+    _BLOCK + "hnorm.": "mtp.pre_fc_norm_hidden.",
+    _BLOCK + "eh_proj.": "mtp.fc.",
+    _BLOCK + "shared_head.norm.": "mtp.norm.",
+    _BLOCK: "mtp.layers.0.",
+}
 # The head of every class for sequence classification.
 SCORE = TensorMapping("rm_linear.weight", ("score.weight",))
 
@@ -221,6 +229,8 @@ class Family:
         export. None: there are none.
     predicts_more: files may hold blocks after the last, for multi-token prediction, which are read and
         written only with `mtp_num_layers`.
+    predicts_apart: the same, but files hold one block, as `mtp.layers.0`, without copies. It is also
+        `carried`, for models without `mtp_num_layers`.
     needs_bos: transformers refuses null as bos_token_id, so exports without such a token leave it out.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
     in_memory: maps names in transformers 5's memory to the names in files, where they differ. The tensors of
@@ -250,6 +260,7 @@ class Family:
     scorer: str | None = None
     has_scorer: bool = True
     predicts_more: bool = False
+    predicts_apart: bool = False
     needs_bos: bool = False
     base_prefix: str = "model."
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -263,6 +274,8 @@ class Family:
 
         The result has a list of names for each expert if the tensor stacks experts, else one list."""
         block, foreign = re.search(r"\.(\d+)\.", name), self._foreign(name)
+        if self.predicts(name):
+            foreign = tuple(pattern.replace(_BLOCK, _APART[_BLOCK]) for pattern in foreign)
         numbers = range(experts) if self.stacks_experts(name) else (0,)
         return [[pattern.format(block and block[1], expert=expert) for pattern in foreign] for expert in numbers]
 
@@ -277,7 +290,8 @@ class Family:
         return any("{expert}" in pattern for pattern in self._foreign(name))
 
     def _foreign(self, name: str) -> tuple[str, ...]:
-        return self.in_memory.get(re.sub(r"\.\d+\.", ".{}.", name, count=1), ())
+        general = name.replace(_APART[_BLOCK], _BLOCK) if self.predicts(name) else name
+        return self.in_memory.get(re.sub(r"\.\d+\.", ".{}.", general, count=1), ())
 
     @property
     def has_experts(self) -> bool:
@@ -298,6 +312,24 @@ class Family:
         (`predicts_more`)."""
         block = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.predicts_more else None
         return block is not None and int(block[1]) >= blocks
+
+    def prediction_blocks(self, args: ModelArgs) -> range:
+        """Returns the numbers of the blocks for multi-token prediction that files of this model hold."""
+        number = args.mtp_num_layers or 0
+        fits = self.predicts_more or (self.predicts_apart and number == 1)
+        return range(args.num_layers, args.num_layers + number) if fits else range(0)
+
+    def predicts(self, name: str) -> bool:
+        """Whether the tensor `name` in files is of a block with `predicts_apart`."""
+        return self.predicts_apart and name.startswith(tuple(_APART.values()))
+
+    def file_name(self, name: str, blocks: int) -> str:
+        """Converts a tensor's name, as of a block after `blocks` others, to its name in files with
+        `predicts_apart`."""
+        for further, apart in _APART.items() if self.predicts_apart else ():
+            if name.startswith(prefix := further.format(blocks)):
+                return apart + name.removeprefix(prefix)
+        return name
 
     def copy_of(self, name: str) -> str | None:
         """Returns our name of the weight that the tensor `name` copies for multi-token prediction; None if it

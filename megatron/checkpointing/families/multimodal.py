@@ -116,9 +116,8 @@ def stored_name(name: str, carried: Iterable[str]) -> str:
 
 
 def _wrapped(name: str, style: Iterable[tuple[str, str]]) -> str:
-    return next(
-        begins + name.removeprefix(text_prefix) for begins, text_prefix in style if name.startswith(text_prefix)
-    )
+    wrapped = (begins + name.removeprefix(prefix) for begins, prefix in style if name.startswith(prefix))
+    return next(wrapped, name)  # blocks for multi-token prediction (mtp.) have the same names in both
 
 
 def with_vocab_size(config: Config, rows: int) -> dict[str, Any]:

@@ -151,8 +151,9 @@ def _config(args: ModelArgs) -> dict[str, Any]:
 
 QWEN3_NEXT = Family(
     "qwen3_next", "Qwen3NextForCausalLM", _ROWS, _keys, _config, title="Qwen 3-Next", carried=r"mtp\..*",
-    in_memory=EXPERTS_IN_MEMORY,
-    notes="config.json sets: kinds of blocks, dense blocks; multi-token prediction layers (mtp) are kept, not trained",
+    in_memory=EXPERTS_IN_MEMORY, predicts_apart=True,
+    notes="config.json sets: kinds of blocks, dense blocks; the block for multi-token prediction (mtp) is trained with "
+    "mtp_num_layers: 1, else kept",
 )  # fmt: skip
 
 
@@ -176,14 +177,24 @@ _QWEN3_5 = {
 _QWEN3_5_MOE = {**_DEFAULTS, "num_hidden_layers": 40, "num_experts_per_tok": 8, "num_experts": 256}
 
 
+def _prediction_field(args: ModelArgs) -> dict[str, Any]:
+    """Returns the field that servers read; transformers reads none."""
+    return {"mtp_num_hidden_layers": 1} if args.mtp_num_layers == 1 else {}
+
+
+def _dense_config_35(args: ModelArgs) -> dict[str, Any]:
+    return {**_hybrid_config(args), **_prediction_field(args)}
+
+
 def _dense_keys_35(config: Config) -> dict[str, Any]:
     return _hybrid_keys(with_defaults(config, _QWEN3_5))
 
 
 QWEN3_5 = Family(
-    "qwen3_5_text", "Qwen3_5ForCausalLM", (*ROWS, *_NET_ROWS_35), _dense_keys_35, _hybrid_config, title="Qwen 3.5",
-    carried=r"mtp\..*", scorer="Qwen3_5TextForSequenceClassification",
-    notes="config.json sets: kinds of blocks; multi-token prediction layers (mtp) are kept, not trained",
+    "qwen3_5_text", "Qwen3_5ForCausalLM", (*ROWS, *_NET_ROWS_35), _dense_keys_35, _dense_config_35, title="Qwen 3.5",
+    carried=r"mtp\..*", predicts_apart=True, scorer="Qwen3_5TextForSequenceClassification",
+    notes="config.json sets: kinds of blocks; the block for multi-token prediction (mtp) is trained with "
+    "mtp_num_layers: 1, else kept",
 )  # fmt: skip
 
 
@@ -195,12 +206,13 @@ def _moe_keys_35(config: Config) -> dict[str, Any]:
 
 
 def _moe_config_35(args: ModelArgs) -> dict[str, Any]:
-    fields = {**_hybrid_config(args), **_mixture_config(args)}
+    fields = {**_hybrid_config(args), **_mixture_config(args), **_prediction_field(args)}
     return drop_fields(fields, "intermediate_size", "norm_topk_prob")
 
 
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (*EXPERT_ROWS, *_NET_ROWS_35), _moe_keys_35, _moe_config_35,
-    title="Qwen 3.5 MoE", carried=r"mtp\..*", in_memory=EXPERTS_IN_MEMORY, has_scorer=False,
-    notes="config.json sets: kinds of blocks; multi-token prediction layers (mtp) are kept, not trained",
+    title="Qwen 3.5 MoE", carried=r"mtp\..*", predicts_apart=True, in_memory=EXPERTS_IN_MEMORY, has_scorer=False,
+    notes="config.json sets: kinds of blocks; the block for multi-token prediction (mtp) is trained with "
+    "mtp_num_layers: 1, else kept",
 )  # fmt: skip

@@ -28,6 +28,7 @@ from megatron.checkpointing.families.convert import (
     unchanged_family,
     with_fields,
 )
+from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.families.multimodal import (
     TEXT_TOWERS,
     is_multimodal,
@@ -76,7 +77,7 @@ class _Export:
     args: the model's configuration, for one process in fp32.
     dtype: of the written weights. wide: dtypes of parameters that differ, by (NeoX layer index, NeoX name).
     vocab: number of vocabulary rows to write.
-    family: the `model_type` to write; None: the first that can express the model.
+    family: to write; of a multimodal model, its language model's.
     shapes: of the model's own weights, by HuggingFace name.
     files: content of the other files, by name.
     carried: tensors of the imported model that NeoX models lack, which are copied unchanged; None: there are
@@ -88,7 +89,7 @@ class _Export:
     dtype: torch.dtype
     wide: Mapping[tuple[int, str], torch.dtype]
     vocab: int
-    family: str | None
+    family: Family
     shapes: Mapping[str, tuple[int, ...]]
     files: Mapping[str, bytes]
     carried: SafetensorsFile | None
@@ -103,13 +104,19 @@ class _Export:
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of all tensors of the folder, by name; tensors copied unchanged keep theirs."""
         dtypes_by_name = {self.name(name): self.dtype for name in self.shapes}
-        for place, names in hf_names(self.args, self.wide, family=self.family).items():
+        for place, names in hf_names(self.args, self.wide, family=self.family.model_type).items():
             dtypes_by_name |= {self.name(name): self.wide[place] for name in names}
         return dtypes_by_name | {name: self.carried.get(name).dtype for name in self._carried_shapes if self.carried}
 
     @property
     def _carried_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {} if self.carried is None else dict(self.carried.shapes)
+        """A block for multi-token prediction that was trained takes the place of the carried one."""
+        if self.carried is None:
+            return {}
+        trained = bool(self.family.prediction_blocks(self.args))
+        return {
+            name: shape for name, shape in self.carried.shapes.items() if not (trained and self.family.predicts(name))
+        }
 
     def name(self, name: str) -> str:
         """Returns a language model's tensor name as the folder stores it: in a multimodal folder with a
@@ -120,7 +127,7 @@ class _Export:
         """Yields (name in the folder, tensor) of `tensors`, then of the tensors that are copied unchanged."""
         yield from ((self.name(name), tensor) for name, tensor in tensors)
         if self.carried is not None:
-            yield from ((name, self.carried.get(name)) for name in self.carried.shapes)
+            yield from ((name, self.carried.get(name)) for name in self._carried_shapes)
 
 
 class ExportOptions(TypedDict, total=False):
@@ -175,7 +182,7 @@ def export_hf(
             layers = sorted(layer_params(export.args))
             read = read_layers(opened, export.args, progress(layers, len(layers)), export.dtype, export.wide)
             tensors = export.with_carried(
-                to_hf(export.args, read, family=export.family, vocab_size=export.vocab, copy=False)
+                to_hf(export.args, read, family=export.family.model_type, vocab_size=export.vocab, copy=False)
             )
             write_weights(temporary, export.all_shapes, export.dtypes, tensors, shard_bytes, to_disk=to_disk)
         write_companion_files({**export.files, **(notes or {})}, temporary)
@@ -193,10 +200,11 @@ def unwritten_blocks(folder: str | Path, args: ModelArgs) -> str | None:
 
     args: the configuration of what was exported."""
     family = FAMILIES[family_of(text_config(read_config(Path(folder))))]
-    if not args.mtp_num_layers or family.predicts_more:
+    if not args.mtp_num_layers or family.prediction_blocks(args):
         return None
     blocks = f"{args.mtp_num_layers} blocks for multi-token prediction (mtp_num_layers)"
-    return f"{folder}: {blocks} are left out: files of {family.model_type} have no place for them"
+    place = "place for one alone" if family.predicts_apart else "no place for them"
+    return f"{folder}: {blocks} are left out: files of {family.model_type} have {place}"
 
 
 def export_plan(source: str | Path, args: NeoXArgs, **options: Unpack[ExportOptions]) -> dict[str, int]:
@@ -265,7 +273,7 @@ def _prepare(
     if carried is not None and is_part:
         config = multimodal_config(config, extras.full_config, is_same_model(args, extras.config))
     files = {**extras.files, CARD: card, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-    return _Export(args, dtype, wide, vocab, family, shapes, files, carried, is_part)
+    return _Export(args, dtype, wide, vocab, written_family, shapes, files, carried, is_part)
 
 
 def dtypes_to_write(

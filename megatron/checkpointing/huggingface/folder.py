@@ -178,15 +178,23 @@ class HFFolder:
         self._copies: Mapping[str, str] = {}  # names of copies for multi-token prediction: our names of the originals
         self._experts: Mapping[str, ExpertRows] = {}
         if is_multimodal(file_config):
+            text_family = FAMILIES[self.config["model_type"]]
             self._names = text_names(self.shapes)
+            if mtp_layers:
+                self._names |= {name: name for name in self.shapes if text_family.predicts(name)}
             text_tensors = set(self._names.values())
             self.carried = {name: shape for name, shape in self.shapes.items() if name not in text_tensors}
             self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
+            self._unstack_experts(text_family)
             # transformers prefers the field outside text_config.
             tied = file_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
             self.config["tie_word_embeddings"] = bool(tied) or "lm_head.weight" not in self.shapes
         elif (family := FAMILIES.get(str(self.config.get("model_type")))) is not None:
-            self.carried = {name: shape for name, shape in self.shapes.items() if family.carries(name)}
+            self.carried = {
+                name: shape
+                for name, shape in self.shapes.items()
+                if family.carries(name) and not (mtp_layers and family.predicts(name))
+            }
             self.shapes = {name: shape for name, shape in self.shapes.items() if name not in self.carried}
             self._leave_out(family)
             self._name_as_files(family)
@@ -243,11 +251,21 @@ class HFFolder:
 
         Also if their copy of the embedding or the head differs from the model's."""
         family = FAMILIES.get(str(self.config.get("model_type")))
-        stored = self.config.get("num_nextn_predict_layers") or 0
-        if family is None or not family.predicts_more or stored < self.mtp_layers:
+        stored, field = 0, "num_nextn_predict_layers"
+        if family is not None and family.predicts_more:
+            stored = self.config.get(field) or 0
+        elif family is not None and family.predicts_apart:
+            stored, field = int("mtp.fc.weight" in self.shapes), "mtp.fc"
+        if family is None or stored < self.mtp_layers:
             raise CheckpointError(
-                f"{self.origin}: has {stored if family and family.predicts_more else 0} layers for multi-token "
-                f"prediction (num_nextn_predict_layers), not {self.mtp_layers}; lower mtp_num_layers, or remove it"
+                f"{self.origin}: has {stored} layers for multi-token prediction ({field}), not {self.mtp_layers}; "
+                "lower mtp_num_layers, or remove it"
+            )
+        unknown = sorted(name for name in self.carried if family.predicts_apart and family.carries(name))
+        if unknown:
+            raise CheckpointError(
+                f"{self.origin}: {unknown[0]} has no place in the block for multi-token prediction; remove "
+                "mtp_num_layers"
             )
         for name, copied in self._copies.items():
             source = next(row.hf_names[0] for row in family.rows if row.neox_name == copied)
@@ -269,18 +287,20 @@ class HFFolder:
 
     def _unstack_experts(self, family: Family) -> None:
         """Rename tensors in `shapes` from names in memory to names in files, and split stacked experts."""
-        unquantised = {name: shape for name, shape in self.shapes.items() if name not in self._packed}
+        unquantised = {
+            name: shape for name, shape in self.shapes.items() if self._names.get(name, name) not in self._packed
+        }
         self._experts = rows_of_experts(family, unquantised)
         renamed = {name: family.stored_names(name, 1)[0] for name in unquantised}
         stacked = {part.stored for part in self._experts.values()}
-        self._names = {to[0]: name for name, to in renamed.items() if to and name not in stacked}
-        if not self._names and not self._experts:
-            return
-        self._names |= {name: part.stored for name, part in self._experts.items()}
-        shapes = {name: shape for name, shape in self.shapes.items() if name not in self._names.values()}
-        for name, stored in self._names.items():
-            part, shape = self._experts.get(name), self.shapes[stored]
+        names = {to[0]: name for name, to in renamed.items() if to and name not in stacked}
+        names |= {name: part.stored for name, part in self._experts.items()}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in names.values()}
+        for name, memory_name in names.items():
+            part, shape = self._experts.get(name), self.shapes[memory_name]
             shapes[name] = shape if part is None else (part.rows.stop - part.rows.start, shape[2])
+        kept = {name: stored for name, stored in self._names.items() if name in shapes}
+        self._names = kept | {name: self._names.get(memory_name, memory_name) for name, memory_name in names.items()}
         self.shapes = shapes
 
     def _weight_files(self) -> list[Path]:

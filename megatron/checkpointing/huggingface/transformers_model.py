@@ -205,7 +205,8 @@ def _refuse_unread(folder: HFFolder, family: Family, stored: Stored) -> None:
     unread = {name for name in folder.shapes.keys() - read if not re.fullmatch(family.ignored, name)}
     unread -= {family.head} if gives_score(folder.config) else set()
     if folder.mtp_layers:  # for multi-token prediction, which transformers does not have
-        unread = {name for name in unread if not family.leaves_out(name, folder.config["num_hidden_layers"])}
+        blocks = folder.config["num_hidden_layers"]
+        unread = {name for name in unread if not (family.leaves_out(name, blocks) or family.predicts(name))}
     if unread:
         raise CheckpointError(
             f"{folder.origin}: holds tensors that transformers' model does not use: "
