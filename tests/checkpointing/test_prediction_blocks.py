@@ -49,7 +49,7 @@ def folder_with_blocks(path: Path, case: str, *, copies: bool = True, dtype: tor
     return path
 
 
-def folder_with_block_apart(path: Path, case: str) -> Path:
+def folder_with_mtp_block(path: Path, case: str) -> Path:
     """Qwen's folder, whose last block is the block for multi-token prediction (mtp).
 
     case: a multimodal model if its name has an underscore; "stacked": names as in memory."""
@@ -76,13 +76,13 @@ def folder_with_block_apart(path: Path, case: str) -> Path:
     return path
 
 
-APART = ["qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "Qwen3_5", "Qwen3_5Moe", "Qwen3_5Moe stacked"]
+MTP_CASES = ["qwen 3 next", "qwen 3.5", "qwen 3.5 moe", "Qwen3_5", "Qwen3_5Moe", "Qwen3_5Moe stacked"]
 
 
-@pytest.mark.parametrize("case", APART)
-def test_a_block_apart_there_and_back_changes_no_bit(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", MTP_CASES)
+def test_an_mtp_block_there_and_back_changes_no_bit(case: str, tmp_path: Path) -> None:
     """Without `mtp_num_layers` it is carried along; with it, the run's block is written instead."""
-    source = folder_with_block_apart(tmp_path / "hf", case)
+    source = folder_with_mtp_block(tmp_path / "hf", case)
     path, args = imported(HFFolder(source, mtp_layers=1), tmp_path / "ours", tensor=2)
     assert args.mtp_num_layers == 1 and 7 in layer_params(args)
     export_hf(path, args, tmp_path / "back")
@@ -139,7 +139,7 @@ def test_transformers_computes_equal_logits(
     case: str, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`MtpModel`, which drafts for generation, on an exported folder."""
-    folder = (folder_with_blocks if depth == DEPTH else folder_with_block_apart)(tmp_path / "hf", case)
+    folder = (folder_with_blocks if depth == DEPTH else folder_with_mtp_block)(tmp_path / "hf", case)
     path, args = imported(HFFolder(folder, mtp_layers=depth), tmp_path / "ours")
     export_hf(path, args, tmp_path / "back")
     main: Any = transformers.AutoModelForCausalLM.from_pretrained(

@@ -383,7 +383,7 @@ def _rows(
     family: Family, args: ModelArgs, layer: int, specs: Iterable[ParamSpec]
 ) -> Iterator[tuple[ParamSpec, TensorMapping]]:
     is_block = _block(args, layer) >= 0
-    further = PREDICTION_ROWS if family.predicts_more or family.predicts_apart else ()
+    further = PREDICTION_ROWS if family.predicts_more or family.has_mtp_block else ()
     table = {row.neox_name: row for row in (*family.rows, *further, SCORE) if row.is_block_parameter == is_block}
     for spec in specs:
         if spec.name not in table:

@@ -205,7 +205,7 @@ PREDICTION_COPIES = {
     "final_linear.weight": _BLOCK + "shared_head.head.weight",
 }
 # Qwen's files hold one such block, without copies: the names of a further block, and those in the files.
-_APART = {
+_MTP_NAMES = {
     _BLOCK + "enorm.": "mtp.pre_fc_norm_embedding.",
     _BLOCK + "hnorm.": "mtp.pre_fc_norm_hidden.",
     _BLOCK + "eh_proj.": "mtp.fc.",
@@ -229,7 +229,7 @@ class Family:
         export. None: there are none.
     predicts_more: files may hold blocks after the last, for multi-token prediction, which are read and
         written only with `mtp_num_layers`.
-    predicts_apart: the same, but files hold one block, as `mtp.layers.0`, without copies. It is also
+    has_mtp_block: the same, but files hold one block, as `mtp.layers.0`, without copies. It is also
         `carried`, for models without `mtp_num_layers`.
     needs_bos: transformers refuses null as bos_token_id, so exports without such a token leave it out.
     base_prefix: prefix of names in the class with a head; files of the class without a head lack it.
@@ -260,7 +260,7 @@ class Family:
     scorer: str | None = None
     has_scorer: bool = True
     predicts_more: bool = False
-    predicts_apart: bool = False
+    has_mtp_block: bool = False
     needs_bos: bool = False
     base_prefix: str = "model."
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -275,7 +275,7 @@ class Family:
         The result has a list of names for each expert if the tensor stacks experts, else one list."""
         block, foreign = re.search(r"\.(\d+)\.", name), self._foreign(name)
         if self.predicts(name):
-            foreign = tuple(pattern.replace(_BLOCK, _APART[_BLOCK]) for pattern in foreign)
+            foreign = tuple(pattern.replace(_BLOCK, _MTP_NAMES[_BLOCK]) for pattern in foreign)
         numbers = range(experts) if self.stacks_experts(name) else (0,)
         return [[pattern.format(block and block[1], expert=expert) for pattern in foreign] for expert in numbers]
 
@@ -290,7 +290,7 @@ class Family:
         return any("{expert}" in pattern for pattern in self._foreign(name))
 
     def _foreign(self, name: str) -> tuple[str, ...]:
-        general = name.replace(_APART[_BLOCK], _BLOCK) if self.predicts(name) else name
+        general = name.replace(_MTP_NAMES[_BLOCK], _BLOCK) if self.predicts(name) else name
         return self.in_memory.get(re.sub(r"\.\d+\.", ".{}.", general, count=1), ())
 
     @property
@@ -316,19 +316,19 @@ class Family:
     def prediction_blocks(self, args: ModelArgs) -> range:
         """Returns the numbers of the blocks for multi-token prediction that files of this model hold."""
         number = args.mtp_num_layers or 0
-        fits = self.predicts_more or (self.predicts_apart and number == 1)
-        return range(args.num_layers, args.num_layers + number) if fits else range(0)
+        is_stored = self.predicts_more or (self.has_mtp_block and number == 1)
+        return range(args.num_layers, args.num_layers + number) if is_stored else range(0)
 
     def predicts(self, name: str) -> bool:
-        """Whether the tensor `name` in files is of a block with `predicts_apart`."""
-        return self.predicts_apart and name.startswith(tuple(_APART.values()))
+        """Whether the tensor `name` in files is of a block with `has_mtp_block`."""
+        return self.has_mtp_block and name.startswith(tuple(_MTP_NAMES.values()))
 
     def file_name(self, name: str, blocks: int) -> str:
         """Converts a tensor's name, as of a block after `blocks` others, to its name in files with
-        `predicts_apart`."""
-        for further, apart in _APART.items() if self.predicts_apart else ():
+        `has_mtp_block`."""
+        for further, mtp_name in _MTP_NAMES.items() if self.has_mtp_block else ():
             if name.startswith(prefix := further.format(blocks)):
-                return apart + name.removeprefix(prefix)
+                return mtp_name + name.removeprefix(prefix)
         return name
 
     def copy_of(self, name: str) -> str | None:

@@ -151,7 +151,7 @@ def _config(args: ModelArgs) -> dict[str, Any]:
 
 QWEN3_NEXT = Family(
     "qwen3_next", "Qwen3NextForCausalLM", _ROWS, _keys, _config, title="Qwen 3-Next", carried=r"mtp\..*",
-    in_memory=EXPERTS_IN_MEMORY, predicts_apart=True,
+    in_memory=EXPERTS_IN_MEMORY, has_mtp_block=True,
     notes="config.json sets: kinds of blocks, dense blocks; the block for multi-token prediction (mtp) is trained with "
     "mtp_num_layers: 1, else kept",
 )  # fmt: skip
@@ -192,7 +192,7 @@ def _dense_keys_35(config: Config) -> dict[str, Any]:
 
 QWEN3_5 = Family(
     "qwen3_5_text", "Qwen3_5ForCausalLM", (*ROWS, *_NET_ROWS_35), _dense_keys_35, _dense_config_35, title="Qwen 3.5",
-    carried=r"mtp\..*", predicts_apart=True, scorer="Qwen3_5TextForSequenceClassification",
+    carried=r"mtp\..*", has_mtp_block=True, scorer="Qwen3_5TextForSequenceClassification",
     notes="config.json sets: kinds of blocks; the block for multi-token prediction (mtp) is trained with "
     "mtp_num_layers: 1, else kept",
 )  # fmt: skip
@@ -212,7 +212,7 @@ def _moe_config_35(args: ModelArgs) -> dict[str, Any]:
 
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", (*EXPERT_ROWS, *_NET_ROWS_35), _moe_keys_35, _moe_config_35,
-    title="Qwen 3.5 MoE", carried=r"mtp\..*", predicts_apart=True, in_memory=EXPERTS_IN_MEMORY, has_scorer=False,
+    title="Qwen 3.5 MoE", carried=r"mtp\..*", has_mtp_block=True, in_memory=EXPERTS_IN_MEMORY, has_scorer=False,
     notes="config.json sets: kinds of blocks; the block for multi-token prediction (mtp) is trained with "
     "mtp_num_layers: 1, else kept",
 )  # fmt: skip

@@ -203,7 +203,7 @@ def unwritten_blocks(folder: str | Path, args: ModelArgs) -> str | None:
     if not args.mtp_num_layers or family.prediction_blocks(args):
         return None
     blocks = f"{args.mtp_num_layers} blocks for multi-token prediction (mtp_num_layers)"
-    place = "place for one alone" if family.predicts_apart else "no place for them"
+    place = "place for one alone" if family.has_mtp_block else "no place for them"
     return f"{folder}: {blocks} are left out: files of {family.model_type} have {place}"
 
 

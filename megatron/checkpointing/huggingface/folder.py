@@ -254,14 +254,14 @@ class HFFolder:
         stored, field = 0, "num_nextn_predict_layers"
         if family is not None and family.predicts_more:
             stored = self.config.get(field) or 0
-        elif family is not None and family.predicts_apart:
+        elif family is not None and family.has_mtp_block:
             stored, field = int("mtp.fc.weight" in self.shapes), "mtp.fc"
         if family is None or stored < self.mtp_layers:
             raise CheckpointError(
                 f"{self.origin}: has {stored} layers for multi-token prediction ({field}), not {self.mtp_layers}; "
                 "lower mtp_num_layers, or remove it"
             )
-        unknown = sorted(name for name in self.carried if family.predicts_apart and family.carries(name))
+        unknown = sorted(name for name in self.carried if family.has_mtp_block and family.carries(name))
         if unknown:
             raise CheckpointError(
                 f"{self.origin}: {unknown[0]} has no place in the block for multi-token prediction; remove "
@@ -299,8 +299,8 @@ class HFFolder:
         for name, memory_name in names.items():
             part, shape = self._experts.get(name), self.shapes[memory_name]
             shapes[name] = shape if part is None else (part.rows.stop - part.rows.start, shape[2])
-        kept = {name: stored for name, stored in self._names.items() if name in shapes}
-        self._names = kept | {name: self._names.get(memory_name, memory_name) for name, memory_name in names.items()}
+        single = {name: stored for name, stored in self._names.items() if name in shapes}
+        self._names = single | {name: self._names.get(memory_name, memory_name) for name, memory_name in names.items()}
         self.shapes = shapes
 
     def _weight_files(self) -> list[Path]:
