@@ -43,6 +43,7 @@ def mistral3(text: Any) -> Any:
 
 
 _MROPE = {"rope_type": "default", "rope_theta": 777.0, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+_SECTIONS = {"rope_type": "default", "rope_theta": 777.0, "mrope_section": [2, 1, 1]}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
           "linear_value_head_dim": 5, "layer_types": ["linear_attention", "full_attention"],
           "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5}}  # fmt: skip
@@ -51,9 +52,11 @@ _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 _QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "out_hidden_size": 32,
                 "num_position_embeddings": 16}  # fmt: skip
 
+_QWEN2_VISION = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 1}
 
-def qwen(name: str, **text: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(text_config={**_SIZES, **text}, vision_config=_QWEN_VISION)
+
+def qwen(name: str, vision: dict[str, Any] = _QWEN_VISION, **text: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(text_config={**_SIZES, **text}, vision_config=vision)
     return transformers.AutoModelForImageTextToText.from_config(config)
 
 
@@ -71,6 +74,8 @@ MODELS = {
     "llava": lambda: llava("Llava", transformers.LlamaConfig(**_SIZES)),
     "llava_next with mistral": lambda: llava("LlavaNext", transformers.MistralConfig(**_SIZES, sliding_window=None)),
     "llava_onevision": lambda: llava("LlavaOnevision", transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True)),
+    "qwen2_vl": lambda: qwen("Qwen2VL", _QWEN2_VISION, head_dim=8, rope_parameters=_SECTIONS),
+    "qwen2_5_vl": lambda: qwen("Qwen2_5_VL", _QWEN_VISION, head_dim=8, rope_parameters=_SECTIONS),
     "qwen3_5": lambda: qwen("Qwen3_5", **_DELTA),
     "qwen3_5_moe": lambda: qwen("Qwen3_5Moe", **_DELTA, **_QWEN_EXPERTS),
 }
@@ -93,7 +98,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     export_hf(checkpoint, args, tmp_path / "back")
     original = tensors_of(path)
     assert same_bits(tensors_of(tmp_path / "back"), original)
-    assert any(name.startswith(("vision_tower.", "model.visual.")) for name in original)
+    assert any(name.startswith(("vision_tower.", "model.visual.", "visual.")) for name in original)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
     text = export_hf(checkpoint, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
     assert text is not None and text.difference <= text.bound
@@ -102,6 +107,28 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     tokens = torch.arange(5, 25).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, multimodal(input_ids=tokens).logits, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_fields_outside_text_config_as_published(kind: str, tmp_path: Path) -> None:
+    """Logits are compared with those of transformers, which reads both forms."""
+    path = folder(tmp_path / "model", kind)
+    nested = json.loads((path / "config.json").read_text())
+    text = {name: value for name, value in nested.pop("text_config").items() if name not in ("head_dim", "model_type")}
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    published = {**text, **nested}
+    (path / "config.json").write_text(json.dumps(published))
+    checkpoint, args = imported(path, tmp_path / "run")
+    assert (args.rotary_emb_base, args.rope_scaling) == (777, None)
+    export_hf(checkpoint, args, tmp_path / "back")
+    assert same_bits(tensors_of(tmp_path / "back"), tensors_of(path))
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == published
+    trained = args.replace(layernorm_epsilon=0.1) if args.norm == "layernorm" else args.replace(rms_norm_epsilon=0.1)
+    (checkpoint / "manifest.json").unlink()
+    export_hf(checkpoint, trained, tmp_path / "changed", check=False)
+    changed = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert changed["rms_norm_eps"] == 0.1 and "text_config" not in changed and changed["vision_config"]
 
 
 def test_fields_of_a_language_model_without_a_type_of_its_own() -> None:

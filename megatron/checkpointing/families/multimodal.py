@@ -17,10 +17,17 @@ TEXT_TOWERS: Mapping[str, Mapping[str, int]] = {
     "gemma3": {"gemma3_text": 262208}, "mistral3": {"mistral": 32000, "ministral3": 131072},
     "qwen3_5": {"qwen3_5_text": 248320}, "qwen3_5_moe": {"qwen3_5_moe_text": 248320},
     "qwen3_vl": {"qwen3_vl_text": 151936},
+    "qwen2_vl": {"qwen2_vl_text": 152064}, "qwen2_5_vl": {"qwen2_5_vl_text": 152064},
     "llava": _LLAVA, "llava_next": _LLAVA, "llava_onevision": {"qwen2": 151936},
 }  # fmt: skip
 # Language models that are of a family with another model_type -> (family, their defaults).
+_QWEN2_VL = {
+    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+}  # fmt: skip
 _ALIASES: Mapping[str, tuple[str, Config]] = {
+    "qwen2_vl_text": ("qwen2", _QWEN2_VL), "qwen2_5_vl_text": ("qwen2", _QWEN2_VL),
     "qwen3_vl_text": ("qwen3", {
         "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0,
@@ -31,6 +38,8 @@ _ALIASES: Mapping[str, tuple[str, Config]] = {
 # the names in memory, which before transformers 4.52 were equal to the published ones.
 _PUBLISHED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."))
 _IN_MEMORY = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("score.", "score."))
+_UNPREFIXED = tuple((name, name) for name in ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."))
+_ROPE = ("rope_parameters", "rope_scaling")
 # Fields of the language model that may be outside text_config.
 _SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype")
 
@@ -53,7 +62,7 @@ def text_config(config: Config) -> dict[str, Any]:
     if not is_multimodal(config):
         return dict(config)
     towers = TEXT_TOWERS[model_type]
-    text = config.get("text_config") or {}
+    text = _inner_fields(config)
     family = text.get("model_type") or next(iter(towers))
     if family not in towers:
         raise CheckpointError(
@@ -64,11 +73,31 @@ def text_config(config: Config) -> dict[str, Any]:
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     # As in transformers, fields outside text_config take precedence.
     alias, defaults = _ALIASES.get(family, (family, {}))
+    if alias != family:
+        text = {name: _without_mrope(value) if name in _ROPE else value for name, value in text.items()}
     fields = {**defaults, "vocab_size": towers[family], **text, **shared}
     if config.get("tie_word_embeddings"):
         fields["tie_word_embeddings"] = True
     family = alias
     return {**fields, "model_type": family, "architectures": [FAMILIES[family].architecture]}
+
+
+def _without_mrope(rope: Any) -> Any:
+    """Returns rotary parameters with the type that transformers puts in place of `mrope`."""
+    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "mrope":
+        return {**rope, "rope_type": "default"}
+    return rope
+
+
+def _is_flat(config: Config) -> bool:
+    """Whether the fields of the language model stand outside `text_config`, as in Qwen 2 and 2.5 VL."""
+    return "text_config" not in config and str(config.get("model_type")) in ("qwen2_vl", "qwen2_5_vl")
+
+
+def _inner_fields(config: Config) -> dict[str, Any]:
+    if _is_flat(config):
+        return {name: value for name, value in config.items() if name not in ("model_type", "vision_config")}
+    return dict(config.get("text_config") or {})
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
@@ -82,7 +111,7 @@ def text_name(name: str) -> str | None:
     """Converts a tensor or module name of a multimodal model to the name in the language model alone.
 
     name: as in files or in memory. Returns None for a part outside the language model."""
-    for begins, text_prefix in (*_PUBLISHED, *_IN_MEMORY):
+    for begins, text_prefix in (*_PUBLISHED, *_IN_MEMORY, *_UNPREFIXED):
         if name.startswith(begins):
             return text_prefix + name.removeprefix(begins)
     return None
@@ -111,8 +140,10 @@ def stored_name(name: str, carried: Iterable[str]) -> str:
 
     carried: names of the folder's tensors outside the language model; they show which prefixes the folder
         uses."""
-    style = _IN_MEMORY if any(carried_name.startswith("model.") for carried_name in carried) else _PUBLISHED
-    return _wrapped(name, style)
+    prefixes = {carried_name.split(".")[0] for carried_name in carried}
+    if "visual" in prefixes:  # Qwen 2 and 2.5 VL
+        return name
+    return _wrapped(name, _IN_MEMORY if "model" in prefixes else _PUBLISHED)
 
 
 def _wrapped(name: str, style: Iterable[tuple[str, str]]) -> str:
@@ -123,7 +154,7 @@ def _wrapped(name: str, style: Iterable[tuple[str, str]]) -> str:
 def with_vocab_size(config: Config, rows: int) -> dict[str, Any]:
     """Returns `config`, multimodal or not, with its vocab_size raised to at least `rows`."""
     size = max(rows, text_config(config).get("vocab_size") or 0)
-    if not is_multimodal(config):
+    if not is_multimodal(config) or _is_flat(config):
         return {**config, "vocab_size": size}
     return {**config, "text_config": {**(config.get("text_config") or {}), "vocab_size": size}}
 
@@ -133,7 +164,7 @@ def multimodal_config(text: Config, imported: Config, same_model: bool) -> dict[
 
     text: the trained language model's config.json. imported: config.json of the imported multimodal model.
         same_model: the language model's configuration has not changed, so its fields stay as imported."""
-    config, inner = dict(imported), dict(imported.get("text_config") or {})
+    config, inner = dict(imported), _inner_fields(imported)
     new_fields = text if not same_model else {"vocab_size": text["vocab_size"]}
     if "vocab_size" not in inner and text["vocab_size"] == text_config(imported)["vocab_size"]:
         new_fields = {name: value for name, value in new_fields.items() if name != "vocab_size"}
@@ -150,4 +181,4 @@ def multimodal_config(text: Config, imported: Config, same_model: bool) -> dict[
     config.pop("quantization_config", None)
     if not same_model and "tie_word_embeddings" in config:  # transformers prefers this field to that in text_config
         config["tie_word_embeddings"] = text["tie_word_embeddings"]
-    return {**config, "text_config": inner}
+    return {**config, **inner} if _is_flat(imported) else {**config, "text_config": inner}
