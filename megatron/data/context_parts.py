@@ -41,7 +41,7 @@ class ContextLayout:
     def from_args(cls, args: ModelArgs) -> "ContextLayout":
         """Return the layout that a configuration asks for."""
         is_ring, multiple = args.context_parallel_type == "ring", args.tp if args.sequence_parallel else 1
-        # Mamba 2 hands its states from chunk to chunk; a second model of the run may have it.
+        # States are handed from chunk to chunk; a second model of the run may have it.
         keeps_documents = not args.state_blocks and not declaration_of(args).has_second_model
         return cls(args.context_parallel_size, args.ulysses_size, is_ring, multiple, keeps_documents)
 

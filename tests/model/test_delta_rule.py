@@ -1,10 +1,19 @@
-"""The delta rules in chunks beside the recurrence, and both beside transformers' functions."""
+"""The delta rules in chunks, and over context ranks, beside the recurrence, and both beside transformers'
+functions."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.data import Batch
+from megatron.data.batch import Documents
+from megatron.data.context_parts import ContextLayout, part_of
+from megatron.model.delta.context import scan_shared_rows
 from megatron.model.delta.rule import chunk_delta_rule, recurrent_delta_rule, unit_length
+from megatron.model.mamba import shared_row_inputs
+from tests.pool import run_ranks
 
 BATCH, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 6, 5, 7
 NAMES = ("q", "k", "v", "log_decay", "rate", "initial")
@@ -80,3 +89,34 @@ def test_transformers_functions_give_the_same(seq: int, per_dim: bool) -> None:
         expected, last = reference(*rows, initial_state=initial, output_final_state=True)
         torch.testing.assert_close(y, expected.transpose(0, 1), **CLOSE)
         torch.testing.assert_close(state, last, **CLOSE)
+
+
+def scan_and_gradients(rank: int, world_size: int, per_dim: bool) -> dict[str, Tensor]:
+    """For the pool: what a rank's columns of rows of 32 tokens read, zeros elsewhere, and gradients."""
+    values, numbers, columns = inputs(32, per_dim), documents(32), torch.arange(32)
+    if world_size == 1:
+        y, _ = recurrent_delta_rule(*(values[name] for name in NAMES[:5]), numbers)
+    else:
+        starts = sorted({32 * row + start for row in range(BATCH) for start in (0, *STARTS[row])})
+        tokens = torch.zeros(BATCH, 32, dtype=torch.int64)
+        batch = Batch(tokens, tokens, tokens, documents=Documents(torch.tensor([*starts, 64], dtype=torch.int32)))
+        batch = part_of(batch, ContextLayout(world_size, keeps_documents=False), rank)
+        chunks = shared_row_inputs(batch, world_size, rank, tail=0).chunks
+        assert batch.context is not None and chunks is not None
+        columns, rule = batch.context.columns, partial(chunk_delta_rule, chunk=3)
+        local = [values[name][columns] for name in NAMES[:5]]
+        y = scan_shared_rows(rule, *local, chunks, torch.distributed.group.WORLD)
+    full = torch.zeros(32, *y.shape[1:]).index_put((columns,), y)
+    (full * torch.randn(full.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+    return {"y": full.detach(), **{name: values[name].grad for name in NAMES[:5]}}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@DECAYS
+def test_context_ranks_equal_the_recurrence(ranks: int, per_dim: bool) -> None:
+    """On chunks of 8 and 4 tokens, some of which a document crosses whole."""
+    [expected] = run_ranks(scan_and_gradients, 1, per_dim)
+    parts = run_ranks(scan_and_gradients, ranks, per_dim)
+    for name, value in expected.items():
+        total = torch.stack([part[name] for part in parts]).sum(0)
+        torch.testing.assert_close(total, value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")

@@ -51,8 +51,8 @@ TABLE = """
    mamba2 context_parallel_size 2]
 - [{context_parallel_size: 8, attention_config: [[[mamba2], all]], mamba_num_groups: 2, pos_emb: none},
    {context_parallel_size: 4}, seq_length, 32 context_parallel_size 8 3]
-- [{context_parallel_size: 2, attention_config: [[[gated_delta_net], all]]}, {context_parallel_size: 1},
-   context_parallel_size, gated_delta_net full rows]
+- [{context_parallel_size: 8, attention_config: [[[gated_delta_net], all]]}, {linear_conv_kernel_dim: 3}, seq_length,
+   32 context_parallel_size 8 gated_delta_net 3]
 - [{attention_config: [[[gated_delta_net], all]], linear_num_value_heads: 24}, {linear_num_key_heads: 8},
    linear_num_value_heads, 24 16 multiple]
 - [{attention_config: [[[gated_delta_net], all]], linear_num_key_heads: 2, model_parallel_size: 4},

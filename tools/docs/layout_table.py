@@ -45,7 +45,7 @@ ROWS: dict[str, Callable[[Keys], bool]] = {
     "learned positions": lambda keys: keys.get("pos_emb") == "learned",
     "rows that ranks cannot share evenly": lambda keys: keys.get("seq_length", 32) % 8 != 0,
     "experts, each scope of the balancing loss": lambda keys: keys.get("moe_num_experts", 1) > 1,
-    "Mamba 2 and hybrids": lambda keys: "attention_config" in keys,
+    "Mamba 2, delta rules, hybrids": lambda keys: "attention_config" in keys,
     "LoRA, DoRA": lambda keys: "lora" in keys,
     "Muon": lambda keys: keys.get("optimizer", {}).get("type") == "Muon",
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.model.build_specs import norm_spec
 from megatron.model.cache import StateCache, StateShapes
+from megatron.model.delta.context import scan_shared_rows
 from megatron.model.delta.rule import chunk_delta_rule, unit_length
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.mamba.mixers import Convolution, initial_state, recomputed
@@ -98,7 +99,7 @@ class _DeltaMixer(nn.Module):
             padding = ~inputs.filled.unsqueeze(2)
             rate = rate.masked_fill(padding, 0.0)
             log_decay = log_decay.masked_fill(padding if log_decay.dim() == 3 else padding.unsqueeze(3), 0.0)
-        y, last = self.scan(q, k, v, log_decay, rate, inputs.documents, initial_state(cache, inputs, torch.float32))
+        y, last = self.scan(q, k, v, log_decay, rate, inputs, initial_state(cache, inputs, torch.float32))
         if cache is not None:
             cache.put_state(last)
         return y
@@ -134,7 +135,7 @@ class GatedDeltaNet(_DeltaMixer):
         in_spec, out = self._linears(spec)
         self.in_proj = Linear(in_spec, groups, sequence_parallel)
         self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
-        self.scan = DeltaScan(spec.chunk)
+        self.scan = DeltaScan(spec.chunk, groups)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
 
@@ -234,7 +235,7 @@ class KimiDeltaAttention(_DeltaMixer):
         for name, linear in self._linears(spec).items():
             setattr(self, name, Linear(linear, groups, sequence_parallel))
         self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
-        self.scan = DeltaScan(spec.chunk)
+        self.scan = DeltaScan(spec.chunk, groups)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
 
     @staticmethod
@@ -305,9 +306,9 @@ class DeltaScan(nn.Module):
     chunk.
     """
 
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: int, groups: ParallelGroups) -> None:
         super().__init__()
-        self.chunk = chunk
+        self.rule, self.context_group = partial(chunk_delta_rule, chunk=chunk), groups.group("context")
 
     def forward(
         self,
@@ -316,11 +317,16 @@ class DeltaScan(nn.Module):
         v: Tensor,
         log_decay: Tensor,
         rate: Tensor,
-        documents: Tensor | None,
+        inputs: StateInputs,
         initial: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (y, last state), as `chunk_delta_rule` does for the same arguments."""
-        rule = partial(chunk_delta_rule, chunk=self.chunk, documents=documents, initial=initial)
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns (y, last state), as `chunk_delta_rule` does for the same arguments.
+
+        Of rows that context ranks share no rank returns the last state.
+        """
+        if inputs.chunks is not None and self.context_group is not None:
+            return scan_shared_rows(self.rule, q, k, v, log_decay, rate, inputs.chunks, self.context_group), None
+        rule = partial(self.rule, documents=inputs.documents, initial=initial)
         return recomputed(rule, q, k, v, log_decay, rate)
 
 

@@ -1,5 +1,5 @@
-"""Mamba 2 over rows that context ranks share: the tails of convolutions, and states, are handed from chunk
-to chunk.
+"""Rows that context ranks share, in mixers with states: the tails of convolutions, and the states of Mamba 2,
+are handed from chunk to chunk.
 
 A rank computes two chunks of each row, at its head and its tail. Each chunk is scanned from a state of
 zeros. Then ranks gather the state that each chunk adds, and its decay. From these a rank computes the state
@@ -8,7 +8,7 @@ section 6, over ranks).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,8 @@ def row_chunks(batch: Batch, ranks: int, rank: int, tail: int) -> RowChunks:
     length = len(columns) // 2
     if length < tail:
         raise DataError(
-            f"a row of {seq} tokens gives each of {ranks} context ranks two chunks of {length}, but the convolution of "
-            f"Mamba 2 needs {tail}; use longer rows, or a lower context_parallel_size"
+            f"a row of {seq} tokens gives each of {ranks} context ranks two chunks of {length}, but a convolution "
+            f"before states needs {tail}; use longer rows, or a lower context_parallel_size"
         )
     index = torch.arange(2 * ranks, device=device)
     order = torch.where(index < ranks, 2 * index, 2 * (2 * ranks - 1 - index) + 1)
@@ -104,7 +104,7 @@ def from_earlier_chunks(
     c: Tensor,
     chunks: RowChunks,
     group: dist.ProcessGroup,
-    recomputed: Callable[..., tuple[Tensor, Tensor]],
+    recomputed: Callable[..., Any],
 ) -> Tensor:
     """Returns what the state before each of this rank's chunks adds to its outputs, `[places, batch, heads,
     head_dim]` fp32.
@@ -119,7 +119,8 @@ def from_earlier_chunks(
     states, log_decays = gathered.split([added[0].numel(), log_decay[0].numel()], 1)
     states, log_decays = states.view(-1, *shape), log_decays.view(-1, *log_decay.shape[1:])
     start_states = _states_before(states, log_decays, chunks)
-    return recomputed(_outputs, steps, a, c, start_states, chunks)[0]
+    y: Tensor = recomputed(_outputs, steps, a, c, start_states, chunks)
+    return y
 
 
 def _decays(steps: Tensor, a: Tensor) -> Tensor:
@@ -153,11 +154,11 @@ def _states_before(states: Tensor, log_decays: Tensor, chunks: RowChunks) -> Ten
     return torch.einsum("ijbh,jbhpn->ibhpn", decay, states)
 
 
-def _outputs(steps: Tensor, a: Tensor, c: Tensor, start_states: Tensor, chunks: RowChunks) -> tuple[Tensor, Tensor]:
-    """Returns what the states before the chunks add to outputs, and nothing."""
+def _outputs(steps: Tensor, a: Tensor, c: Tensor, start_states: Tensor, chunks: RowChunks) -> Tensor:
+    """Returns what the states before the chunks add to outputs."""
     begin = chunks.begin[chunks.numbers].unsqueeze(1)
     counts = (chunks.documents.unflatten(0, (2, -1)) == begin).unsqueeze(3)
     decay = _decays(steps, a).exp().float() * counts
     queries, states = c.float().unflatten(0, (2, -1)), start_states.unflatten(2, (c.shape[2], -1))
     y = torch.einsum("isbgn,ibgrpn->isbgrp", queries, states).flatten(3, 4) * decay.unsqueeze(4)
-    return y.flatten(0, 1), y.new_zeros(())
+    return y.flatten(0, 1)

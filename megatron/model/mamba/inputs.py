@@ -11,7 +11,7 @@ from megatron.model.mamba.context import RowChunks, row_chunks
 
 
 class StateInputs(NamedTuple):
-    """The inputs besides hidden states that all Mamba blocks share for one micro-batch.
+    """The inputs besides hidden states that all blocks with states share for one micro-batch.
 
     documents: `[seq, batch]` int32, the number of each token's document; each document starts without a
         state. None: each row is one text.
@@ -30,7 +30,7 @@ class StateInputs(NamedTuple):
 
 
 def shared_row_inputs(batch: Batch, ranks: int, rank: int, tail: int) -> StateInputs:
-    """Returns the inputs of Mamba 2 blocks for the columns that a context rank computes.
+    """Returns the inputs of blocks with states for the columns that a context rank computes.
 
     tail: number of tokens before a chunk that convolutions need. Raises DataError if rows are too short.
     """
@@ -40,7 +40,7 @@ def shared_row_inputs(batch: Batch, ranks: int, rank: int, tail: int) -> StateIn
 
 
 def state_inputs(batch: Batch, last_tokens: Tensor | None, cached: bool) -> StateInputs:
-    """Returns the inputs of Mamba blocks for a micro-batch.
+    """Returns the inputs of blocks with states for a micro-batch.
 
     last_tokens: `[batch]`, the index of the last token of each row, if rows are padded; else None.
     cached: whether there is a cache; a batch with positions continues the texts in it.

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,8 @@ from megatron.mpu import (
     with_prefix,
 )
 from megatron.neox_arguments import ModelArgs
+
+Computed = TypeVar("Computed")  # by a function that the backward pass runs again
 
 
 def mamba_spec(args: ModelArgs, block: int) -> MambaSpec | None:
@@ -66,7 +68,8 @@ def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
 
 
 class Convolution(nn.Module):
-    """The causal convolution of each channel, followed by silu.
+    """The causal convolution of each channel, followed by silu. A context rank convolves each of its chunks
+    after the last inputs of the chunk before it.
 
     Parameters: `weight` `[channels, 1, k]` and `bias`.
     kernel: `ScanKernels.convolution`, a package's kernel; None: torch's operations.
@@ -79,7 +82,7 @@ class Convolution(nn.Module):
         self, params: tuple[ParamSpec, ...], groups: ParallelGroups, kernel: Callable[..., Tensor] | None
     ) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.context_group = kernel, groups.group("context")
         allocate(self, params, groups, "bias")
 
     @staticmethod
@@ -93,6 +96,10 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
         """Returns the convolved x after silu, `[seq, batch, channels/T]` as x. It also updates the cache, if
         there is one."""
+        if inputs.chunks is not None and self.context_group is not None:
+            width = self.weight.shape[-1] - 1
+            longer, documents = with_tails(x, width, inputs.chunks, self.context_group)
+            return without_tails(self(longer, StateInputs(documents), None), width)
         if self.kernel is not None and cache is None:
             return self.kernel(x, self.weight, self.bias, inputs)
         history = cache.inputs() if cache is not None and inputs.continues else None
@@ -350,7 +357,7 @@ class Mamba2(nn.Module):
         adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
         """
         z, xbc, dt = self.in_proj(x, adapter_seed).split(self.projected, dim=-1)
-        x, b, c = self._convolved(xbc, inputs, cache).split(self.convolved, dim=-1)
+        x, b, c = self.conv1d(xbc, inputs, cache).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.head_dim))
         if self.sharers > 1:
             b, c = gather_from_sharers(torch.stack([b, c]), self.group, self.sharers).unbind(0)
@@ -370,13 +377,6 @@ class Mamba2(nn.Module):
             cache.put_state(last)
         y = y.float() + x.float() * self.D.float().unsqueeze(1) + self._from_earlier(x, dt, a, b, c, inputs)
         return self.norm(y.flatten(2), z).to(z.dtype)
-
-    def _convolved(self, xbc: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
-        if inputs.chunks is None or self.context_group is None:
-            return self.conv1d(xbc, inputs, cache)
-        width = self.conv1d.weight.shape[-1] - 1
-        longer, documents = with_tails(xbc, width, inputs.chunks, self.context_group)
-        return without_tails(self.conv1d(longer, StateInputs(documents), None), width)
 
     def _from_earlier(
         self, x: Tensor, steps: Tensor, a: Tensor, b: Tensor, c: Tensor, inputs: StateInputs
@@ -429,7 +429,7 @@ def initial_state(cache: StateCache | None, inputs: StateInputs, dtype: torch.dt
     return cache.state().to(dtype) if cache is not None and inputs.continues else None
 
 
-def recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tuple[Tensor, Tensor]:
+def recomputed(scan: Callable[..., Computed], *inputs: Any) -> Computed:
     """Returns `scan(*inputs)` without saving its intermediate values; the backward pass computes them again.
 
     They hold a number for each pair of tokens in a chunk, which is more memory than everything else in a
@@ -437,4 +437,5 @@ def recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *inputs: Any) -> tupl
     """
     if not torch.is_grad_enabled():
         return scan(*inputs)
-    return checkpoint(scan, *inputs, use_reentrant=False, preserve_rng_state=False)
+    result: Computed = checkpoint(scan, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return result

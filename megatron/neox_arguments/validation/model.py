@@ -278,14 +278,14 @@ def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(key, f"{size} does not divide {place}; set a divisor")
     elif args.attends and (problem := head_exchange_problem(args, args.ulysses_size)) is not None:
         problems.add(key, f"{problem}; " + ("set another" if size > 1 else "write allgather or ring"))
-    chunk, tail = -(-args.seq_length // (2 * args.context_parallel_size)), args.mamba_conv_kernel - 1
-    if "mamba2" in args.attention_config and chunk < tail:
-        problem = f"{args.seq_length} gives {place} chunks of {chunk} tokens, but mamba2's convolution needs {tail}"
-        problems.add("seq_length", f"{problem}; use longer rows, or a lower context_parallel_size")
+    chunk = -(-args.seq_length // (2 * args.context_parallel_size))
+    kernels = {"mamba2": args.mamba_conv_kernel, **dict.fromkeys(DELTA_BLOCKS, args.linear_conv_kernel_dim)}
+    for kind in sorted({*kernels} & {*args.attention_config}):
+        if chunk < (tail := kernels[kind] - 1):
+            problem = f"{args.seq_length} gives {place} chunks of {chunk} tokens, but {kind}'s convolution needs {tail}"
+            problems.add("seq_length", f"{problem}; use longer rows, or a lower context_parallel_size")
     if "mamba" in args.attention_config:
         problems.add("attention_config", f"mamba blocks need full rows, which {place} divides; set it to 1, or mamba2")
-    if nets := sorted({*DELTA_BLOCKS} & {*args.attention_config}):
-        problems.add("context_parallel_size", f"{nets[0]} blocks need full rows, which it divides; set it to 1")
     if args.moe_num_experts > 1 and args.moe_router_type == "sinkhorn":
         problems.add("moe_router_type", f"sinkhorn balances all tokens of a row, which {place} divides; set topk")
     if args.moe_num_experts > 1 and args.moe_expert_capacity_factor is not None:

@@ -84,12 +84,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {**LLAMA, **ADAMW, **DOCUMENTS, "attention_config": ["mamba2", "global", "mamba2", "global"],
                "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 8,
                "mamba_chunk_size": 4},
+    "delta": {**LLAMA, **ADAMW, "seq_length": 29, "attention_config": [[["gated_delta_net", "global"], "all"]],
+              "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+              "linear_value_head_dim": 5, "linear_chunk_size": 3},
+    "kimi": {**LLAMA, **ADAMW, **DOCUMENTS, "num_kv_heads": None, "pos_emb": "none", "kv_lora_rank": 10,
+             "qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7,
+             "attention_config": ["kimi_delta_attention", "global", "gated_delta_net", "mamba2"],
+             "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+             "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "linear_chunk_size": 4, "mamba_num_heads": 8,
+             "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 8, "mamba_chunk_size": 4},
     "muon": {**LLAMA, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}, "gradient_clipping": 0.5},
 }  # fmt: skip
 DEFAULT_CELLS = [
     ("gather 2", "packed"), ("ring 4", "odd"), ("ulysses 2", "rpe"), ("ring of pairs", "packed"),
     ("gather 2 pp2", "neox tied"), ("ring 2 dp2 ep2", "sequence"), ("gather 2 dp2 zero3", "wide window, packed"),
-    ("gather 4", "hybrid"),
+    ("gather 4", "hybrid"), ("gather 4", "kimi"),
 ]  # fmt: skip
 MORE_CELLS = [("ulysses 2 tp2 sp", "llama"), ("ring 2 zbv", "llama"), ("ulysses 4", "one head of keys")]
 EXPERT_MODELS = ("topk", "sequence", "step")
@@ -102,6 +111,8 @@ PRODUCT += [
     ("gather 2 recompute", "narrow window"), ("gather 2 tp2", "muon"), ("ulysses 2 dp2 zero2", "muon"),
     ("ulysses 2 zero3", "adapters"), ("ulysses 2 tp2 sp", "caps and sinks"), ("gather 2 tp2 sp", "hybrid"),
     ("ring 2 zbv", "hybrid"), ("ulysses 2 dp2 zero2", "hybrid"), ("gather 2 recompute", "hybrid"),
+    ("ring 2 tp2 sp", "delta"), ("ulysses 2 pp2", "delta"), ("gather 2 dp2 zero3", "kimi"), ("ring 2 zbv", "kimi"),
+    ("gather 2 recompute", "kimi"), ("ulysses 2 compiled", "kimi"),
 ]  # fmt: skip
 PRODUCT = [cell for cell in dict.fromkeys(PRODUCT) if cell not in DEFAULT_CELLS + MORE_CELLS]
 
