@@ -60,6 +60,8 @@ _DELTA_KEYS = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+# More such keys, for models with short convolutions.
+_SHORT_CONV_KEYS = ("short_conv_kernel", "use_bias_in_short_conv")
 # For models with multi-token prediction.
 _MTP_KEYS = ("mtp_num_layers",)
 _ATTENTION_KEYS = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
@@ -262,8 +264,10 @@ def model_keys(args: ModelArgs) -> dict[str, Any]:
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
     keys += _LATENT_KEYS if args.kv_lora_rank is not None else ()
     nets = not {*DELTA_BLOCKS}.isdisjoint(args.attention_config)
-    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or nets else ()
+    convolves = "short_conv" in args.attention_config
+    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or nets or convolves else ()
     keys += _DELTA_KEYS if nets else ()
+    keys += _SHORT_CONV_KEYS if convolves else ()
     keys += _MTP_KEYS if args.mtp_num_layers is not None else ()
     keys = keys if args.attends else tuple(key for key in keys if key not in _ATTENTION_KEYS)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}

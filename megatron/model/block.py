@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.model.attention import AttentionBackends, AttentionInputs, LatentAttention, SelfAttention
 from megatron.model.cache import LayerCache, StateCache
 from megatron.model.delta import GatedDeltaNet, KimiDeltaAttention
-from megatron.model.mamba import Mamba, Mamba2, ScanKernels, StateInputs
+from megatron.model.mamba import Mamba, Mamba2, ScanKernels, ShortConv, StateInputs
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE, RoutingSums
 from megatron.model.norms import NORMS, Norm, build_norm
@@ -59,7 +59,9 @@ class SubLayer(Protocol):
 
 # The kinds of sublayers. A block has the first kind whose `spec` is not None, or none of them. To add a kind,
 # write a class in its own file, and an entry here.
-MIXERS: tuple[type[Any], ...] = (LatentAttention, SelfAttention, Mamba, Mamba2, KimiDeltaAttention, GatedDeltaNet)
+MIXERS: tuple[type[Any], ...] = (
+    LatentAttention, SelfAttention, Mamba, Mamba2, KimiDeltaAttention, GatedDeltaNet, ShortConv,
+)  # fmt: skip
 FEED_FORWARDS: tuple[type[Any], ...] = (MoE, MLP)
 # The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
 _SUBMODULES = (

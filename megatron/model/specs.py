@@ -369,8 +369,23 @@ class KimiDeltaAttentionSpec(GatedDeltaNetSpec):
     """
 
 
+@dataclass(frozen=True)
+class ShortConvSpec:
+    """The gated short convolution of LFM 2: C conv(B x), where B, C and x are projections of the input.
+
+    conv_kernel: number of tokens that the convolution spans. Its state are the inputs of these.
+    bias: the linear layers and the convolution have biases.
+    lora: the low-rank adapters of in_proj.
+    """
+
+    hidden: int
+    conv_kernel: int
+    bias: bool
+    lora: LoraSpec | None = None
+
+
 # All kinds of mixers, those of them with a state, and all kinds of feed-forwards.
-StateMixerSpec = MambaSpec | Mamba2Spec | GatedDeltaNetSpec
+StateMixerSpec = MambaSpec | Mamba2Spec | GatedDeltaNetSpec | ShortConvSpec
 MixerSpec = AttentionSpec | StateMixerSpec
 FeedForwardSpec = DenseSpec | MoESpec
 

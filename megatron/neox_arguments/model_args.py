@@ -12,6 +12,7 @@ from megatron.neox_arguments.keys.architectures import (
     MultiTokenPredictionKeys,
     MuPKeys,
     OtherArchitectureKeys,
+    ShortConvKeys,
     TransformerEngineKeys,
 )
 from megatron.neox_arguments.keys.fp8 import FP8Keys
@@ -22,15 +23,15 @@ from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
 
 # Kinds of attention_config: with a delta rule; with a mixer and a feed-forward; with attention; with states.
 DELTA_BLOCKS = ("gated_delta_net", "kimi_delta_attention")
-FULL_BLOCKS = ("global", "flash", *DELTA_BLOCKS)
+FULL_BLOCKS = ("global", "flash", *DELTA_BLOCKS, "short_conv")
 ATTENTION_BLOCKS = ("global", "flash", "attention")
 MAMBA_BLOCKS = ("mamba", "mamba2")
-STATE_BLOCKS = (*MAMBA_BLOCKS, *DELTA_BLOCKS)
+STATE_BLOCKS = (*MAMBA_BLOCKS, *DELTA_BLOCKS, "short_conv")
 
 
 @dataclass(frozen=True)
 class ModelArgs(
-    AdapterKeys, OtherArchitectureKeys, DeltaRuleKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys,
+    AdapterKeys, OtherArchitectureKeys, ShortConvKeys, DeltaRuleKeys, MambaKeys, LatentAttentionKeys, MoEKeys, MuPKeys,
     MultiTokenPredictionKeys, TransformerEngineKeys, FP8Keys, PrecisionKeys, ModelKeys, ParallelKeys, Origins,
 ):  # fmt: skip
     """The keys that decide a model's parameters and forward pass, and properties computed from them.

@@ -182,6 +182,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "tie_word_embeddings": True}),
     "qwen 3.5 moe": ("Qwen3_5MoeTextConfig", {**_GQA, **_DELTA, **_QWEN_EXPERTS, "head_dim": 8,
         "shared_expert_intermediate_size": 24}),
+    "lfm 2": ("Lfm2Config", {**_GQA, "conv_L_cache": 4, "layer_types": ["conv", _FULL, "conv", _FULL],
+        "block_multiple_of": 10, "rope_parameters": {"rope_type": "default", "rope_theta": 555.0}}),
+    "lfm 2 biases": ("Lfm2Config", {"num_key_value_heads": 8, "conv_bias": True, "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 2], "tie_word_embeddings": False}),
+    "lfm 2 moe": ("Lfm2MoeConfig", {**_GQA, **_QWEN_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5,
+        "layer_types": ["conv", "conv", _FULL, "conv"]}),
     "minimax m2": ("MiniMaxM2Config", {**_GQA, **_EXPERTS, "head_dim": 8, "rotary_dim": 4}),
     "solar open": ("SolarOpenConfig", {**_GQA, **_ROUTED, "head_dim": 6, "n_group": 2, "attention_bias": True,
         "n_shared_experts": 2, "rope_parameters": {**_YARN, "rope_theta": 10000.0}}),
@@ -278,6 +284,8 @@ ODD: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 22},
     "glm 4 moe lite": {**_PLAIN_ROPE, **_ODD_MLA, "num_key_value_heads": 6, "n_group": 1, "kv_lora_rank": 13},
     "dots 1": {**_WIDE, **_PLAIN_ROPE, "n_routed_experts": 6, "moe_intermediate_size": 22},
+    "lfm 2": {**_PLAIN_ROPE, "norm_eps": 3e-3, "block_ffn_dim_multiplier": 1.3},
+    "lfm 2 moe": {**_PLAIN_ROPE, "norm_eps": 3e-3, "num_experts": 6, "moe_intermediate_size": 22},
     "minimax m2": {**_WIDE, "rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "partial_rotary_factor": 0.6},
         "num_local_experts": 6, "rotary_dim": None},
     "solar open": {**_WIDE, **_PLAIN_ROPE, "n_routed_experts": 6, "n_group": 1, "moe_intermediate_size": 22},
@@ -332,8 +340,8 @@ def randomise(model: Any, case: str) -> Any:
         value = 0.15 * torch.randn(param.shape, generator=generator)
         is_norm = param.dim() == 1 and name.endswith("weight")
         is_hybrid_qwen = case.startswith(("qwen 3 next", "qwen 3.5"))
-        is_zero_centred = "gemma" in case or case in ("nemotron", "nemotron biases") or (
-            is_hybrid_qwen and "linear_attn" not in name
+        is_zero_centred = (
+            "gemma" in case or case in ("nemotron", "nemotron biases") or (is_hybrid_qwen and "linear_attn" not in name)
         )
         param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():

@@ -163,6 +163,19 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         decoder_sparse_step=1, moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512,
         num_experts_per_tok=10, norm_topk_prob=True, mlp_only_layers=[], output_router_logits=False,
         router_aux_loss_coef=0.001)),
+    "LiquidAI/LFM2-1.2B": (1_170_340_608, {
+        "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "block_ff_dim": 12288, "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "max_position_embeddings": 128000,
+        "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "rope_theta": 1000000.0}),
+    "LiquidAI/LFM2-8B-A1B": (8_339_929_856, {
+        "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 24,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+        "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2, "norm_topk_prob": True,
+        "use_expert_bias": True, "routed_scaling_factor": 1.0, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+        "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1000000.0, "layer_types": [
+            "full_attention" if block in (2, 6, 10, 14, 18, 21) else "conv" for block in range(24)]}),
     # of their text_config
     "Qwen/Qwen3.5-4B": (4_205_751_296, sizes(
         "qwen3_5_text", 248320, 2560, 32, 16, 4, 9216, 262144, head_dim=256, rms_norm_eps=1e-6,

@@ -111,6 +111,8 @@ CASES |= {
     "qwen 2 moe shared": Case("qwen 2 moe", {"target_modules": ["q_proj", "up_proj", "down_proj"]}, steps=2),
     "nemotron h shared": Case("nemotron h", SHARED, steps=2),
     "mamba 2": Case("mamba 2", {"target_modules": ["in_proj"], "use_dora": True}, steps=2),
+    "lfm 2": Case("lfm 2", {"target_modules": ["in_proj", "q_proj", "w1", "w2"]}, steps=2),
+    "lfm 2 out": Case("lfm 2 biases", {"target_modules": ["in_proj", "self_attn.out_proj"]}, steps=2),
     "falcon mamba": Case("falcon mamba", {"target_modules": ["in_proj", "x_proj"]}, steps=2),
 }
 for _family in OTHER_FAMILIES:
@@ -184,7 +186,7 @@ def furthest(actual: Tensor, expected: Tensor) -> float:
 ORDINARY_CASES = {
     "gpt_neox rslora copies", "llama dora", "nemotron h", "llama sizes", "gpt 2 copies", "gemma 3 inside copies",
 }  # fmt: skip
-MORE_CASES = {"gpt oss attention", "qwen 2 moe shared", "falcon mamba", "nemotron h shared", "gpt_neox tied"}
+MORE_CASES = {"lfm 2", "gpt oss attention", "qwen 2 moe shared", "falcon mamba", "nemotron h shared", "gpt_neox tied"}
 
 
 @pytest.mark.parametrize("name", with_more(CASES, *MORE_CASES, product=CASES.keys() - ORDINARY_CASES - MORE_CASES))

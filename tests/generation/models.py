@@ -22,7 +22,7 @@ HYBRID = {**MAMBA_2, **_SHARED_HEADS, "attention_config": _KINDS, "num_layers": 
 DELTA: dict[str, Any] = {
     **_ALL, "pos_emb": "rotary", "num_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_chunk_size": 4, "attention_output_gate": True,
-    "attention_config": [[["gated_delta_net", "global"], "all"]], "num_kv_heads": 2,
+    "attention_config": ["gated_delta_net", "global", "short_conv", "global"], "num_kv_heads": 2,
 }  # fmt: skip
 KIMI: dict[str, Any] = {
     **_ALL, "num_layers": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6,

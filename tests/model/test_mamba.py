@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {**_COMMON, **_HEADS, "attention_config": ["mamba2", "mamba2"]},
     "delta": {
         "norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True, "num_layers": 3,
-        "attention_config": ["gated_delta_net", "global", "gated_delta_net"],
+        "attention_config": ["gated_delta_net", "global", "short_conv"], "use_bias_in_short_conv": True,
         "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
         "linear_chunk_size": 8, "attention_output_gate": True,
     },
@@ -158,7 +158,7 @@ def packing_differences(rank: int, world_size: int, model: str) -> tuple[float, 
 @pytest.mark.parametrize("model", MODELS)
 def test_packed_documents_equal_separate_ones(model: str, ranks: int) -> None:
     for difference, leak in run_ranks(packing_differences, ranks, model):
-        assert difference < 1e-6 and leak > 1e-3, "a leak would show"
+        assert difference < 4e-6 and leak > 1e-3, "a leak would show"
 
 
 def long_logits(kind: str, precision: str, **keys: Any) -> Tensor:

@@ -109,11 +109,13 @@ def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
 def target_of(args: ModelArgs, family: Family, module: str) -> str:
     """Returns the name in our key `lora.target` for a HuggingFace module.
 
-    If our linear layer fuses several HuggingFace modules, the name is the last part of `module` ("q_proj").
-    Otherwise it is the name of our layer ("dense")."""
-    row = _row_of(family, module)
-    if row is None or len(row.hf_names) > 1 or row.neox_name not in _FULL_LINEARS:
-        return module.rpartition(".")[2]
+    If our linear layer fuses several HuggingFace modules, the name is LLaMA's ("q_proj"). Otherwise it is the
+    name of our layer ("dense")."""
+    row, last = _row_of(family, module), module.rpartition(".")[2]
+    if row is None or row.neox_name not in _FULL_LINEARS:
+        return last
+    if len(row.hf_names) > 1:
+        return _targets_of(row).get(last, last)
     if _FULL_LINEARS[row.neox_name] == "gate_up_proj" and not args.is_gated:
         return "dense_h_to_4h"
     return _FULL_LINEARS[row.neox_name]
@@ -135,8 +137,17 @@ def _family_targets(family: Family) -> list[str]:
     return [
         name
         for row in rows
-        for name in (map(_last, row.hf_names) if len(row.hf_names) > 1 else [_FULL_LINEARS[row.neox_name]])
+        for name in (_targets_of(row).values() if len(row.hf_names) > 1 else [_FULL_LINEARS[row.neox_name]])
     ]
+
+
+def _targets_of(row: TensorMapping) -> dict[str, str]:
+    """Returns {last part of a HuggingFace module's name: its name in `lora.target`} of a fused linear layer.
+
+    Families have other names (w3, w1) for LLaMA's up_proj and gate_proj."""
+    last_parts = list(map(_last, row.hf_names))
+    is_mlp = _FULL_LINEARS.get(row.neox_name) == "gate_up_proj"
+    return dict(zip(last_parts, ("up_proj", "gate_proj") if is_mlp else last_parts, strict=True))
 
 
 def short_name(family: Family, module: str) -> str:
@@ -216,7 +227,10 @@ def _linear_tensor(
         return PeftTensor(
             layer, spec, keys, lambda v: split(v, attention), lambda v: join([v], attention), older=older_keys
         )
-    modules, older = ([module for module in names if module.endswith(f".{name}")] for names in (modules, older))
+    modules, older = (
+        [module for module in names if _targets_of(row).get(module.rpartition(".")[2]) == name]
+        for names in (modules, older)
+    )
     if not modules:
         raise CheckpointError(
             f"lora.target: {name}: peft cannot adapt this module of {family.model_type}, because it is fused into "

@@ -20,6 +20,7 @@ from megatron.model.specs import (
     MambaSpec,
     MoESpec,
     RotarySpec,
+    ShortConvSpec,
 )
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.model_args import ATTENTION_BLOCKS, FULL_BLOCKS
@@ -153,6 +154,12 @@ def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
             "linear_value_head_dim": nets[0].value_dim,
             "linear_conv_kernel_dim": nets[0].conv_kernel,
         }
+    convolutions = [block.mixer for block in blocks if isinstance(block.mixer, ShortConvSpec)]
+    if convolutions:
+        canonical |= {
+            "short_conv_kernel": convolutions[0].conv_kernel,
+            "use_bias_in_short_conv": convolutions[0].bias,
+        }
     return canonical
 
 
@@ -257,6 +264,7 @@ _WORDS = {
     "linear_num_key_heads": "key heads of Gated DeltaNet", "linear_num_value_heads": "heads of Gated DeltaNet",
     "linear_key_head_dim": "width of its keys", "linear_value_head_dim": "width of its values",
     "linear_conv_kernel_dim": "kernel size of its convolution",
+    "short_conv_kernel": "kernel size of short convolutions", "use_bias_in_short_conv": "biases of short convolutions",
 }  # fmt: skip
 _NORM_KEYS = {
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "epsilon of the MLP's norm", "use_bias_in_norms",

@@ -13,7 +13,7 @@ _BLOCK = "model.layers.{}."
 _FUSED = _BLOCK + "mlp.experts."  # in transformers 5's memory, one tensor holds all experts
 
 
-def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
+def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
     """Returns the tensor mappings of a block's router and experts.
 
     block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices."""
@@ -26,28 +26,29 @@ def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...
     )
 
 
-def experts_in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+def experts_in_memory(block: str, gate: str, up: str, down: str, fused: str = _FUSED) -> dict[str, tuple[str, ...]]:
     """Returns `Family.in_memory`: {name of a stacked tensor in memory: names of each expert's tensors in
     files}.
 
-    block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices."""
+    block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices. fused:
+        prefix of the stacked tensors."""
     matrix = f"{block}experts.{{expert}}."
     return {
-        f"{_FUSED}gate_up_proj": (f"{matrix}{gate}.weight", f"{matrix}{up}.weight"),
-        f"{_FUSED}down_proj": (f"{matrix}{down}.weight",),
+        f"{fused}gate_up_proj": (f"{matrix}{gate}.weight", f"{matrix}{up}.weight"),
+        f"{fused}down_proj": (f"{matrix}{down}.weight",),
     }
 
 
 _MIXTRAL = (_BLOCK + "block_sparse_moe.", "w1", "w3", "w2")
 _QWEN = (_BLOCK + "mlp.", "gate_proj", "up_proj", "down_proj")
 _SHARED = _BLOCK + "mlp.shared_expert."
-MIXTRAL_ROWS = replaced_rows(*_rows(*_MIXTRAL))
+MIXTRAL_ROWS = replaced_rows(*expert_rows(*_MIXTRAL))
 MIXTRAL_IN_MEMORY = {
     _BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",), **experts_in_memory(*_MIXTRAL)
 }  # fmt: skip
 # For Qwen and OLMo, whose models may also have dense blocks.
 EXPERT_ROWS = replaced_rows(
-    *_rows(*_QWEN),
+    *expert_rows(*_QWEN),
     TensorMapping(
         "mlp.shared_expert.linear1.weight", (f"{_SHARED}up_proj.weight", f"{_SHARED}gate_proj.weight"), UP_GATE
     ),
@@ -63,7 +64,7 @@ def deepseek_rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapp
     block: HuggingFace's prefix of the block's names. gate, up, down: names of an expert's matrices."""
     shared = f"{block}shared_experts."
     return (
-        *_rows(block, gate, up, down),
+        *expert_rows(block, gate, up, down),
         TensorMapping("mlp.router.expert_bias", (f"{block}gate.e_score_correction_bias",)),
         TensorMapping(
             "mlp.shared_expert.linear1.weight", (f"{shared}up_proj.weight", f"{shared}gate_proj.weight"), UP_GATE

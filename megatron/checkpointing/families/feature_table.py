@@ -16,6 +16,7 @@ from megatron.model.specs import (
     Mamba2Spec,
     MambaSpec,
     MoESpec,
+    ShortConvSpec,
 )
 from megatron.neox_arguments import ModelArgs
 
@@ -99,6 +100,9 @@ def _state_features(args: ModelArgs) -> dict[str, bool]:
     if nets:
         rule = "Kimi Delta Attention" if isinstance(nets[0], KimiDeltaAttentionSpec) else "Gated DeltaNet"
         return {f"{rule} in {len(nets)} of {len(mixers)} blocks": True, "no positions": args.pos_emb == "none"}
+    convolutions = sum(isinstance(mixer, ShortConvSpec) for mixer in mixers)
+    if convolutions:
+        return {f"short convolutions in {convolutions} of {len(mixers)} blocks": True}
     if not mamba and not mamba2:
         return {}
     names = {"mamba": "Mamba", "mamba2": "Mamba 2", "attention": "attention", "mlp": "MLP", "moe": "expert"}

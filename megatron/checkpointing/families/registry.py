@@ -24,6 +24,7 @@ from megatron.checkpointing.families.granite import GRANITE, GRANITE_MOE, GRANIT
 from megatron.checkpointing.families.helium import HELIUM
 from megatron.checkpointing.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from megatron.checkpointing.families.kimi_linear import KIMI_LINEAR
+from megatron.checkpointing.families.lfm2 import LFM2, LFM2_MOE
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
 from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from megatron.checkpointing.families.minicpm import MINICPM3
@@ -48,8 +49,8 @@ FAMILIES: Mapping[str, Family] = {
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, GEMMA, ARCEE, CWM, ERNIE4_5, EXAONE4, GLM, HELIUM,
         STABLELM, NEMOTRON, HUNYUAN, FALCON, MINISTRAL, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, KIMI_LINEAR, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3, DEEPSEEK_V3,
-        DEEPSEEK_V2, GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
+        QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, KIMI_LINEAR, LFM2, LFM2_MOE, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3,
+        DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
         HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED,
         MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
@@ -95,8 +96,6 @@ _UNSUPPORTED = {
     "mellum": ("qwen3_moe", "windows with another rotary base in some layers"),
     "nanochat": ("qwen3", "norms without weights, another one after the embedding, an ungated relu2 MLP"),
     "jais2": ("arcee", "LayerNorm in place of RMSNorm"),
-    "lfm2": ("qwen3", "short convolutions in most layers in place of attention"),
-    "lfm2_moe": ("qwen3_moe", "short convolutions in most layers in place of attention"),
     "olmo_hybrid": ("qwen3_next", "norms in other places, a rate of the delta rule up to 2, a dense MLP"),
     "granitemoehybrid": ("granitemoeshared", "Mamba 2 in most layers, beside experts or an MLP"),
     "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),

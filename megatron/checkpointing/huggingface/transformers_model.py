@@ -28,8 +28,8 @@ from megatron.checkpointing.huggingface.weight_writer import weight_bytes
 from megatron.checkpointing.tensor_files import readable_size
 from megatron.mpu.memory import free_host_memory
 
-# transformers' Mamba mixers read the weights of these modules without calling them.
-_READ_BY_PARENT = ("conv1d", "dt_proj")
+# transformers' mixers with states read the weights of these modules without calling them.
+_READ_BY_PARENT = ("conv1d", "dt_proj", "conv")
 _MAX_NAMED = 4
 
 Stored = Mapping[str, list[list[str]]]

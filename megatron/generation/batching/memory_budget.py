@@ -21,6 +21,7 @@ from megatron.model.specs import (
     Mamba2Spec,
     MambaSpec,
     MixerSpec,
+    ShortConvSpec,
 )
 from megatron.mpu import ParallelGroups
 from megatron.mpu.memory import free_host_memory
@@ -118,6 +119,8 @@ def _mixer_sizes(mixer: MixerSpec | None) -> tuple[int, int]:
             return 6 * (mixer.inner + mixer.groups * mixer.state), 4 * (
                 _STATES_AT_ONCE * states + _DECAYS_AT_ONCE * decays
             )
+        case ShortConvSpec():
+            return 6 * mixer.hidden, 0
         case GatedDeltaNetSpec():
             states = mixer.heads * mixer.key_dim * mixer.value_dim // mixer.chunk  # one for each chunk
             pairs = mixer.heads * mixer.chunk

@@ -80,6 +80,7 @@ def checkpoint_bytes(args: ModelArgs) -> int:
     net = 2 * args.linear_num_key_heads * args.linear_key_head_dim
     net += 3 * args.linear_num_value_heads * args.linear_value_head_dim
     attention += h * net * sum(kind in DELTA_BLOCKS for kind in kinds)
+    attention += 4 * h * h * sum(kind == "short_conv" for kind in kinds)
     matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
     experts += args.moe_shared_expert_intermediate_size or 0
     fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks

@@ -68,21 +68,27 @@ def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
 
 
 class Convolution(nn.Module):
-    """The causal convolution of each channel, followed by silu. A context rank convolves each of its chunks
-    after the last inputs of the chunk before it.
+    """The causal convolution of each channel, usually followed by silu.
+
+    A context rank convolves each of its chunks after the last inputs of the chunk before it.
 
     Parameters: `weight` `[channels, 1, k]` and `bias`.
-    kernel: `ScanKernels.convolution`, a package's kernel; None: torch's operations.
+    kernel: `ScanKernels.convolution`, a package's kernel with silu; None: torch's operations.
+    silu: false: silu does not follow.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, params: tuple[ParamSpec, ...], groups: ParallelGroups, kernel: Callable[..., Tensor] | None
+        self,
+        params: tuple[ParamSpec, ...],
+        groups: ParallelGroups,
+        kernel: Callable[..., Tensor] | None,
+        silu: bool = True,
     ) -> None:
         super().__init__()
-        self.kernel, self.context_group = kernel, groups.group("context")
+        self.kernel, self.context_group, self.silu = kernel, groups.group("context"), silu
         allocate(self, params, groups, "bias")
 
     @staticmethod
@@ -94,7 +100,7 @@ class Convolution(nn.Module):
         return (weight, ParamSpec("bias", (channels,), 0, blocks)) if bias else (weight,)
 
     def forward(self, x: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
-        """Returns the convolved x after silu, `[seq, batch, channels/T]` as x. It also updates the cache, if
+        """Returns the convolved x, `[seq, batch, channels/T]` as x. It also updates the cache, if
         there is one."""
         if inputs.chunks is not None and self.context_group is not None:
             width = self.weight.shape[-1] - 1
@@ -105,7 +111,8 @@ class Convolution(nn.Module):
         history = cache.inputs() if cache is not None and inputs.continues else None
         if cache is not None:
             cache.put_inputs(last_inputs(x, self.weight.shape[-1] - 1, inputs, history))
-        return F.silu(causal_convolution(x, self.weight, self.bias, inputs.documents, history))
+        convolved = causal_convolution(x, self.weight, self.bias, inputs.documents, history)
+        return F.silu(convolved) if self.silu else convolved
 
 
 class Mamba(nn.Module):

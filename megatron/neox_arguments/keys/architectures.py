@@ -229,6 +229,16 @@ class DeltaRuleKeys:
 
 
 @dataclass(frozen=True)
+class ShortConvKeys:
+    """Configuration keys of the blocks short_conv (LFM 2)."""
+
+    short_conv_kernel: int = new_key(3, "Short convolutions: width, in tokens", ge=1)
+    use_bias_in_short_conv: bool = new_key(
+        False, "Short convolutions: biases in the convolution and in the linear layers around it"
+    )
+
+
+@dataclass(frozen=True)
 class MultiTokenPredictionKeys:
     """Configuration keys of multi-token prediction, by Megatron-LM's names."""
 

@@ -1,7 +1,7 @@
-"""Checks the keys of Mamba blocks, and of hybrid models whose blocks have one sublayer each."""
+"""Checks the keys of Mamba blocks, of short convolutions, and of hybrids of blocks with one sublayer."""
 
 from megatron.neox_arguments.errors import ErrorCollector
-from megatron.neox_arguments.keys.architectures import MambaKeys
+from megatron.neox_arguments.keys.architectures import MambaKeys, ShortConvKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.model_args import FULL_BLOCKS
 from megatron.neox_arguments.resolved import ResolvedArgs
@@ -18,6 +18,7 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
     kinds = set(args.attention_config)
     _inert(args, kinds, problems)
     _hybrid(args, kinds, problems)
+    _short_convolutions(args, kinds, problems)
     if not args.mamba_blocks:
         return
     if "mamba2" in kinds:
@@ -42,6 +43,20 @@ def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> Non
                 f"has no effect: no block of attention_config ({args.origin('attention_config')}) is {blocks}; "
                 "remove it",
             )
+
+
+def _short_convolutions(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
+    place = f"attention_config ({args.origin('attention_config')})"
+    if "short_conv" not in kinds:
+        for name, declared in keys_of(ShortConvKeys).items():
+            if getattr(args, name) != declared.default:
+                problems.add(name, f"has no effect: no block of {place} is short_conv; remove it")
+        return
+    if args.hidden_size % args.tp:
+        ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
+        problems.add("hidden_size", f"{args.hidden_size} is not a multiple of {ranks}; change one of them")
+    if args.gpt_j_residual:
+        problems.add("gpt_j_residual", f"needs attention in each block, but {place} has short_conv; remove it")
 
 
 def _hybrid(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:

@@ -280,6 +280,7 @@ def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(key, f"{problem}; " + ("set another" if size > 1 else "write allgather or ring"))
     chunk = -(-args.seq_length // (2 * args.context_parallel_size))
     kernels = {"mamba2": args.mamba_conv_kernel, **dict.fromkeys(DELTA_BLOCKS, args.linear_conv_kernel_dim)}
+    kernels["short_conv"] = args.short_conv_kernel
     for kind in sorted({*kernels} & {*args.attention_config}):
         if chunk < (tail := kernels[kind] - 1):
             problem = f"{args.seq_length} gives {place} chunks of {chunk} tokens, but {kind}'s convolution needs {tail}"

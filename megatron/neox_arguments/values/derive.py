@@ -24,7 +24,7 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 _OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
-    "mamba", "mamba2", "attention", "mlp", "moe", *DELTA_BLOCKS,
+    "mamba", "mamba2", "attention", "mlp", "moe", *DELTA_BLOCKS, "short_conv",
 )  # fmt: skip
 
 
@@ -217,8 +217,8 @@ def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tupl
         if kind not in _LAYER_KINDS:
             problems.add(
                 "attention_config",
-                f"expected global, flash, {', '.join(DELTA_BLOCKS)}, mamba, mamba2, attention, mlp or moe, got "
-                f"{format_value(kind)}",
+                f"expected global, flash, {', '.join(DELTA_BLOCKS)}, short_conv, mamba, mamba2, attention, mlp or moe, "
+                f"got {format_value(kind)}",
             )
     if len(kinds) != num_layers:
         problems.add(

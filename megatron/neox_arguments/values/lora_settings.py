@@ -14,7 +14,9 @@ _ALIASES: Mapping[str, str] = {"dense": "o_proj", "dense_h_to_4h": "up_proj", "d
 _MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h", "up_proj", "gate_proj", "down_proj")
 _ATTENTION_NAMES = ("query_key_value", "dense", "q_proj", "k_proj", "v_proj", "o_proj")
 _FUSED = "gate_up_proj"  # gate and up projection as one linear, as in Phi 3 and GLM 4
-_MAMBA_NAMES = ("in_proj", "x_proj")  # not out_proj: kernels read its weight without calling the module, as in peft
+# in_proj is also that of short convolutions. Not out_proj: kernels read its weight without calling the
+# module, as in peft.
+_MAMBA_NAMES = ("in_proj", "x_proj")
 ALL_LINEAR = "all-linear"
 MODULES = ("embed_tokens", "lm_head")
 _MODULE_NAMES = {
@@ -30,6 +32,7 @@ def known_targets(args: ModelArgs) -> tuple[str, ...]:
     absent += () if args.has_dense_blocks or _shares_experts(args) else (*_MLP_NAMES, _FUSED)
     absent += () if args.attends else _ATTENTION_NAMES
     kinds = {args.attention_config[block] for block in args.mamba_blocks}
+    kinds |= {"short_conv"} & {*args.attention_config}
     absent += _MAMBA_NAMES if not kinds else () if "mamba" in kinds else ("x_proj",)
     return tuple(name for name in (*_LLAMA, *_GPT_NEOX, _FUSED, *_MAMBA_NAMES) if name not in absent)
 
@@ -58,7 +61,7 @@ def module_names(name: str, block: int) -> tuple[str, ...]:
     aliases = (name, *(gpt_neox_name for gpt_neox_name, canonical in _ALIASES.items() if canonical == name))
     in_mlp = not {*aliases}.isdisjoint(_MLP_NAMES) or name == _FUSED
     if name in _MAMBA_NAMES:
-        return (f"backbone.layers.{block}.mixer.{name}",)
+        return (f"backbone.layers.{block}.mixer.{name}", f"model.layers.{block}.conv.{name}")
     stacks = (("model.layers", "mlp" if in_mlp else "self_attn"), ("gpt_neox.layers", "mlp" if in_mlp else "attention"))
     return tuple(f"{stack}.{block}.{group}.{alias}" for stack, group in stacks for alias in aliases)
 
