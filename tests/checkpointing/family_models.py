@@ -345,7 +345,7 @@ def randomise(model: Any, case: str) -> Any:
         )
         param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
     return model
 

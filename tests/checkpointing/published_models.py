@@ -169,7 +169,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "max_position_embeddings": 128000,
         "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "rope_theta": 1000000.0}),
-    "LiquidAI/LFM2-8B-A1B": (8_339_929_856, {
+    "LiquidAI/LFM2-8B-A1B": (8_339_930_560, {
         "model_type": "lfm2_moe", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 24,
         "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 7168, "moe_intermediate_size": 1792,
         "num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2, "norm_topk_prob": True,
