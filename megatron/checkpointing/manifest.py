@@ -265,7 +265,7 @@ def model_keys(args: ModelArgs) -> dict[str, Any]:
     keys += _LATENT_KEYS if args.kv_lora_rank is not None else ()
     nets = not {*DELTA_BLOCKS}.isdisjoint(args.attention_config)
     convolves = "short_conv" in args.attention_config
-    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or nets or convolves else ()
+    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) or args.state_blocks else ()
     keys += _DELTA_KEYS if nets else ()
     keys += _SHORT_CONV_KEYS if convolves else ()
     keys += _MTP_KEYS if args.mtp_num_layers is not None else ()

@@ -23,9 +23,10 @@ from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
 
 # Kinds of attention_config: with a delta rule; with a mixer and a feed-forward; with attention; with states.
 DELTA_BLOCKS = ("gated_delta_net", "kimi_delta_attention")
-FULL_BLOCKS = ("global", "flash", *DELTA_BLOCKS, "short_conv")
+FULL_BLOCKS = ("global", "flash", *DELTA_BLOCKS, "short_conv", "mamba2_mlp")
 ATTENTION_BLOCKS = ("global", "flash", "attention")
-MAMBA_BLOCKS = ("mamba", "mamba2")
+MAMBA_2_BLOCKS = ("mamba2", "mamba2_mlp")
+MAMBA_BLOCKS = ("mamba", *MAMBA_2_BLOCKS)
 STATE_BLOCKS = (*MAMBA_BLOCKS, *DELTA_BLOCKS, "short_conv")
 
 

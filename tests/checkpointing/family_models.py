@@ -37,6 +37,9 @@ _DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_emb
 _KIMI = {"num_key_value_heads": 8, "linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
 _DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
           "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}  # fmt: skip
+_GRANITE_4 = {"embedding_multiplier": 6.0, "logits_scaling": 0.49, "residual_multiplier": 0.22,
+              "attention_multiplier": 0.3, "shared_intermediate_size": 20, "mamba_n_heads": 8, "mamba_d_state": 6,
+              "mamba_chunk_size": 7, "mamba_d_conv": 3}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -208,6 +211,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite moe shared": ("GraniteMoeSharedConfig", {"num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 20, "residual_multiplier": 0.5, "attention_multiplier": 0.3,
         "tie_word_embeddings": True}),
+    "granite 4": ("GraniteMoeHybridConfig", {**_GQA, **_GRANITE_4, **_EXPERTS, "mamba_n_groups": 2, "layer_types": [
+        "linear_attention", _FULL, "linear_attention", "linear_attention"]}),
+    "granite 4 dense": ("GraniteMoeHybridConfig", {**_GRANITE_4, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "mamba_n_groups": 1, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
+        "tie_word_embeddings": True, "layer_types": [_FULL, "linear_attention"] * 2,
+        "time_step_limit": (0.3, 0.9)}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
@@ -295,6 +304,7 @@ ODD: dict[str, dict[str, Any]] = {
     "hunyuan": {**_WIDE, "rope_parameters": {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0, "rope_theta": 777.0}},
     "hunyuan moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 6},
     **dict.fromkeys(("granite moe", "granite moe shared"), {**_PLAIN_ROPE, "num_local_experts": 6}),
+    "granite 4": {**_PLAIN_ROPE, "num_local_experts": 6, "mamba_n_heads": 6},
     "youtu": {**_PLAIN_ROPE, "num_key_value_heads": 6, "kv_lora_rank": 11, "v_head_dim": 7},
     "minicpm 3": {"num_key_value_heads": None, "kv_lora_rank": 11, "v_head_dim": 7, "scale_depth": None},
     "mamba": {"intermediate_size": 36, "expand": 1, "layer_norm_epsilon": 3e-4, "state_size": 5, "time_step_rank": 7},

@@ -28,6 +28,12 @@ def sizes(
             "max_position_embeddings": length, **overrides}  # fmt: skip
 
 
+_GRANITE_4 = {"model_type": "granitemoehybrid", "vocab_size": 100352, "num_hidden_layers": 40, "mamba_d_state": 128,
+              "mamba_n_groups": 1, "mamba_d_head": 64, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256,
+              "mamba_conv_bias": True, "mamba_proj_bias": False, "position_embedding_type": "nope",
+              "tie_word_embeddings": True, "embedding_multiplier": 12, "attention_bias": False,
+              "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 10000, "rope_scaling": None,
+              "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)]}  # fmt: skip
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "EleutherAI/pythia-70m": (70_426_624, sizes("gpt_neox", 50304, 512, 6, 8, 8, 2048, 2048, rotary_pct=0.25)),
     "openai-community/gpt2": (124_439_808, {
@@ -176,6 +182,16 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         "use_expert_bias": True, "routed_scaling_factor": 1.0, "max_position_embeddings": 128000, "norm_eps": 1e-5,
         "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1000000.0, "layer_types": [
             "full_attention" if block in (2, 6, 10, 14, 18, 21) else "conv" for block in range(24)]}),
+    "ibm-granite/granite-4.0-h-micro": (3_191_396_096, {
+        **_GRANITE_4, "hidden_size": 2048, "intermediate_size": 8192, "shared_intermediate_size": 8192,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "mamba_n_heads": 64, "num_local_experts": 0,
+        "num_experts_per_tok": 0, "attention_multiplier": 0.015625, "logits_scaling": 8,
+        "residual_multiplier": 0.22}),
+    "ibm-granite/granite-4.0-h-tiny": (6_939_037_248, {
+        **_GRANITE_4, "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48, "num_local_experts": 64,
+        "num_experts_per_tok": 6, "attention_multiplier": 0.0078125, "logits_scaling": 6,
+        "residual_multiplier": 0.22}),
     # of their text_config
     "Qwen/Qwen3.5-4B": (4_205_751_296, sizes(
         "qwen3_5_text", 248320, 2560, 32, 16, 4, 9216, 262144, head_dim=256, rms_norm_eps=1e-6,

@@ -113,6 +113,7 @@ CASES |= {
     "mamba 2": Case("mamba 2", {"target_modules": ["in_proj"], "use_dora": True}, steps=2),
     "lfm 2": Case("lfm 2", {"target_modules": ["in_proj", "q_proj", "w1", "w2"]}, steps=2),
     "lfm 2 out": Case("lfm 2 biases", {"target_modules": ["in_proj", "self_attn.out_proj"]}, steps=2),
+    "granite 4": Case("granite 4 dense", {"target_modules": ["in_proj", "q_proj", "output_linear"]}, steps=2),
     "falcon mamba": Case("falcon mamba", {"target_modules": ["in_proj", "x_proj"]}, steps=2),
 }
 for _family in OTHER_FAMILIES:
@@ -186,7 +187,9 @@ def furthest(actual: Tensor, expected: Tensor) -> float:
 ORDINARY_CASES = {
     "gpt_neox rslora copies", "llama dora", "nemotron h", "llama sizes", "gpt 2 copies", "gemma 3 inside copies",
 }  # fmt: skip
-MORE_CASES = {"lfm 2", "gpt oss attention", "qwen 2 moe shared", "falcon mamba", "nemotron h shared", "gpt_neox tied"}
+MORE_CASES = {
+    "lfm 2", "granite 4", "gpt oss attention", "qwen 2 moe shared", "falcon mamba", "nemotron h shared", "gpt_neox tied",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", with_more(CASES, *MORE_CASES, product=CASES.keys() - ORDINARY_CASES - MORE_CASES))

@@ -244,7 +244,7 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
         assert nearest_family(name).startswith(f"config.json is {nearest} ("), name
     assert nearest_family("JetMoeConfig").startswith("config.json is ")
     for name, differs in (("VaultGemmaConfig", "norms"),
-                          ("GraniteMoeHybridConfig", "Mamba 2"),
+                          ("FalconH1Config", "Mamba 2"),
                           ("Emu3Config", "vq_config"), ("InternLM3Config", "biases")):  # fmt: skip
         assert differs in nearest_family(name).partition("): ")[2], name
     unknown = {**config_of("llama 2").to_dict(), "model_type": "mine"}

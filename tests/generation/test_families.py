@@ -33,7 +33,7 @@ OTHER_FAMILIES = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", 
                   "qwen 2 moe windows", "qwen 3 moe windows", "qwen 3.5 moe", "gemma 1", "arcee", "cwm", "ernie 4.5",
                   "exaone 4", "glm", "helium", "stablelm parallel", "nemotron", "minimax m2", "solar open", "flex olmo",
                   "exaone moe", "ernie 4.5 moe", "hunyuan", "hunyuan moe", "granite moe", "falcon",
-                  "ministral", "lfm 2 moe")  # fmt: skip
+                  "ministral", "lfm 2 moe", "granite 4")  # fmt: skip
 PROMPTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
            for n in (1, 20, POSITIONS - TOKENS)]  # fmt: skip
 EXPORTED = ("neox_pp2_mp2", "neox_pp1_mp1", "llama_pp1_mp1")

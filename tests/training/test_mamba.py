@@ -25,8 +25,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {**_COMMON, **_HEADS, "attention_config": [[["mamba2"], "all"]], "mamba_time_step_limit": [0.02, 0.3]},
     "delta": {
         "norm": "rmsnorm", "no_weight_tying": True, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False,
-        "attention_config": ["gated_delta_net", "global", "short_conv"], "attention_output_gate": True,
-        "num_layers": 3,
+        "attention_config": ["gated_delta_net", "global", "short_conv", "mamba2_mlp"], "attention_output_gate": True,
+        "num_layers": 4, "mamba_state_dim": 8, **_HEADS,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
         "linear_chunk_size": 8,
     },

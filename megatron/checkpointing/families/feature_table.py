@@ -105,6 +105,8 @@ def _state_features(args: ModelArgs) -> dict[str, bool]:
         return {f"short convolutions in {convolutions} of {len(mixers)} blocks": True}
     if not mamba and not mamba2:
         return {}
+    if full := args.attention_config.count("mamba2_mlp"):
+        return {f"Mamba 2 in {full} of {len(mixers)} blocks": True, "no positions": args.pos_emb == "none"}
     names = {"mamba": "Mamba", "mamba2": "Mamba 2", "attention": "attention", "mlp": "MLP", "moe": "expert"}
     kinds = [names[kind] for kind in names if kind in args.attention_config]
     single_kind = f"{kinds[0]} blocks only"

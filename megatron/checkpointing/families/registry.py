@@ -20,7 +20,7 @@ from megatron.checkpointing.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron.checkpointing.families.gpt2 import GPT2
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.gpt_oss import GPT_OSS
-from megatron.checkpointing.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED
+from megatron.checkpointing.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from megatron.checkpointing.families.helium import HELIUM
 from megatron.checkpointing.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from megatron.checkpointing.families.kimi_linear import KIMI_LINEAR
@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Family] = {
         STABLELM, NEMOTRON, HUNYUAN, FALCON, MINISTRAL, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
         QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, KIMI_LINEAR, LFM2, LFM2_MOE, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3,
         DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
-        HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED,
+        HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_HYBRID,
         MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
@@ -97,7 +97,6 @@ _UNSUPPORTED = {
     "nanochat": ("qwen3", "norms without weights, another one after the embedding, an ungated relu2 MLP"),
     "jais2": ("arcee", "LayerNorm in place of RMSNorm"),
     "olmo_hybrid": ("qwen3_next", "norms in other places, a rate of the delta rule up to 2, a dense MLP"),
-    "granitemoehybrid": ("granitemoeshared", "Mamba 2 in most layers, beside experts or an MLP"),
     "phimoe": ("mixtral", "LayerNorm, biases, experts chosen by sparse mixer"),
     "bamba": ("nemotron_h", "a gated MLP in every block, partly rotated heads"),
     "jamba": ("nemotron_h", "norms of B, C and time steps with weights, an MLP or experts in every block"),

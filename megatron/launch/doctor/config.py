@@ -75,7 +75,7 @@ def checkpoint_bytes(args: ModelArgs) -> int:
     attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in attends)
     mamba2_size = args.mamba2_heads * args.mamba_head_dim
     attention += sum(
-        3 * h * (mamba2_size if kinds[i] == "mamba2" else args.mamba_inner_size) for i in args.mamba_blocks
+        3 * h * (args.mamba_inner_size if kinds[i] == "mamba" else mamba2_size) for i in args.mamba_blocks
     )
     net = 2 * args.linear_num_key_heads * args.linear_key_head_dim
     net += 3 * args.linear_num_value_heads * args.linear_value_head_dim

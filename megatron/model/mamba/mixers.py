@@ -34,6 +34,7 @@ from megatron.mpu import (
     with_prefix,
 )
 from megatron.neox_arguments import ModelArgs
+from megatron.neox_arguments.model_args import MAMBA_2_BLOCKS
 
 Computed = TypeVar("Computed")  # by a function that the backward pass runs again
 
@@ -55,7 +56,7 @@ def mamba_spec(args: ModelArgs, block: int) -> MambaSpec | None:
 def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
     """Returns the Mamba 2 mixer of block number `block`, counted from 0; None if the block has another
     mixer."""
-    if args.attention_config[block] != "mamba2":
+    if args.attention_config[block] not in MAMBA_2_BLOCKS:
         return None
     low, high = (*(args.mamba_time_step_limit or (0.0,)), math.inf)[:2]
     return Mamba2Spec(

@@ -168,11 +168,10 @@ class ModelKeys:
     attention_config: tuple[Any, ...] = key(
         None,
         "Kind of each layer, as in [[[flash], 12]]. Kinds global, flash: attention and MLP; both compute the same. "
-        "Kinds gated_delta_net, kimi_delta_attention: a delta rule and MLP. Kind short_conv: a short convolution and "
-        "MLP. Kinds mamba, mamba2, attention, mlp, moe: only that, after one norm; a list of these is a hybrid. If "
-        "both global and flash occur, flash layers use the "
-        "flash kernel and global ones attention_backend. If flash cannot do the run, all use attention_backend, and a "
-        "line says so",
+        "Kinds gated_delta_net, kimi_delta_attention, short_conv, mamba2_mlp: a delta rule, a short convolution or "
+        "Mamba 2, and MLP. Kinds mamba, mamba2, attention, mlp, moe: only that, after one norm; a list of these is a "
+        "hybrid. If both global and flash occur, flash layers use the flash kernel and global ones attention_backend. "
+        "If flash cannot do the run, all use attention_backend, and a line says so",
         refuse_values={
             **dict.fromkeys(
                 ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),

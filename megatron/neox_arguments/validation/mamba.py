@@ -3,7 +3,7 @@
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.architectures import MambaKeys, ShortConvKeys
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.model_args import FULL_BLOCKS, MAMBA_2_BLOCKS, MAMBA_BLOCKS
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 _MAMBA_1_KEYS = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
@@ -21,7 +21,7 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
     _short_convolutions(args, kinds, problems)
     if not args.mamba_blocks:
         return
-    if "mamba2" in kinds:
+    if kinds & {*MAMBA_2_BLOCKS}:
         _heads(args, problems)
     if "mamba" in kinds and args.mamba_inner_size % args.tp:
         ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
@@ -34,10 +34,9 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
     for name, declared in keys_of(MambaKeys).items():
-        kind = "mamba" if name in _MAMBA_1_KEYS else "mamba2" if name in _MAMBA_2_KEYS else None
-        reads = kind in kinds if kind is not None else bool(kinds & {"mamba", "mamba2"})
-        if declared.source == "new" and not reads and getattr(args, name) != declared.default:
-            blocks = kind or "mamba or mamba2"
+        readers = ("mamba",) if name in _MAMBA_1_KEYS else MAMBA_2_BLOCKS if name in _MAMBA_2_KEYS else MAMBA_BLOCKS
+        if declared.source == "new" and not kinds & {*readers} and getattr(args, name) != declared.default:
+            blocks = " or ".join(readers)
             problems.add(
                 name,
                 f"has no effect: no block of attention_config ({args.origin('attention_config')}) is {blocks}; "
@@ -47,6 +46,8 @@ def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> Non
 
 def _short_convolutions(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
     place = f"attention_config ({args.origin('attention_config')})"
+    if args.gpt_j_residual and (with_states := sorted(kinds & {"short_conv", "mamba2_mlp"})):
+        problems.add("gpt_j_residual", f"needs attention in each block, but {place} has {with_states[0]}; remove it")
     if "short_conv" not in kinds:
         for name, declared in keys_of(ShortConvKeys).items():
             if getattr(args, name) != declared.default:
@@ -55,8 +56,6 @@ def _short_convolutions(args: ResolvedArgs, kinds: set[str], problems: ErrorColl
     if args.hidden_size % args.tp:
         ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
         problems.add("hidden_size", f"{args.hidden_size} is not a multiple of {ranks}; change one of them")
-    if args.gpt_j_residual:
-        problems.add("gpt_j_residual", f"needs attention in each block, but {place} has short_conv; remove it")
 
 
 def _hybrid(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:

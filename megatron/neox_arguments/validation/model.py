@@ -5,7 +5,7 @@ import re
 
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
-from megatron.neox_arguments.model_args import DELTA_BLOCKS
+from megatron.neox_arguments.model_args import DELTA_BLOCKS, MAMBA_2_BLOCKS
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.delta import validate_delta_nets
 from megatron.neox_arguments.validation.experts import validate_experts
@@ -279,7 +279,8 @@ def _context(args: ResolvedArgs, problems: ErrorCollector) -> None:
     elif args.attends and (problem := head_exchange_problem(args, args.ulysses_size)) is not None:
         problems.add(key, f"{problem}; " + ("set another" if size > 1 else "write allgather or ring"))
     chunk = -(-args.seq_length // (2 * args.context_parallel_size))
-    kernels = {"mamba2": args.mamba_conv_kernel, **dict.fromkeys(DELTA_BLOCKS, args.linear_conv_kernel_dim)}
+    kernels = dict.fromkeys(MAMBA_2_BLOCKS, args.mamba_conv_kernel)
+    kernels |= dict.fromkeys(DELTA_BLOCKS, args.linear_conv_kernel_dim)
     kernels["short_conv"] = args.short_conv_kernel
     for kind in sorted({*kernels} & {*args.attention_config}):
         if chunk < (tail := kernels[kind] - 1):

@@ -9,7 +9,7 @@ from megatron.neox_arguments.keys.declaration import Key
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS
 from megatron.neox_arguments.keys.sections import Bf16, Fp16, Optimizer, ZeroOptimization
 from megatron.neox_arguments.methods import train_impls
-from megatron.neox_arguments.model_args import DELTA_BLOCKS
+from megatron.neox_arguments.model_args import DELTA_BLOCKS, MAMBA_BLOCKS
 from megatron.neox_arguments.validation.types import check_value, resolve_section
 
 _ADAM: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -24,7 +24,7 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 _OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
-    "mamba", "mamba2", "attention", "mlp", "moe", *DELTA_BLOCKS, "short_conv",
+    *MAMBA_BLOCKS, "attention", "mlp", "moe", *DELTA_BLOCKS, "short_conv",
 )  # fmt: skip
 
 
@@ -217,8 +217,8 @@ def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tupl
         if kind not in _LAYER_KINDS:
             problems.add(
                 "attention_config",
-                f"expected global, flash, {', '.join(DELTA_BLOCKS)}, short_conv, mamba, mamba2, attention, mlp or moe, "
-                f"got {format_value(kind)}",
+                f"expected global, flash, {', '.join((*DELTA_BLOCKS, 'short_conv', *MAMBA_BLOCKS))}, attention, mlp or "
+                f"moe, got {format_value(kind)}",
             )
     if len(kinds) != num_layers:
         problems.add(

@@ -61,7 +61,8 @@ def module_names(name: str, block: int) -> tuple[str, ...]:
     aliases = (name, *(gpt_neox_name for gpt_neox_name, canonical in _ALIASES.items() if canonical == name))
     in_mlp = not {*aliases}.isdisjoint(_MLP_NAMES) or name == _FUSED
     if name in _MAMBA_NAMES:
-        return (f"backbone.layers.{block}.mixer.{name}", f"model.layers.{block}.conv.{name}")
+        places = ("backbone.layers", "mixer"), ("model.layers", "conv"), ("model.layers", "mamba")
+        return tuple(f"{stack}.{block}.{module}.{name}" for stack, module in places)
     stacks = (("model.layers", "mlp" if in_mlp else "self_attn"), ("gpt_neox.layers", "mlp" if in_mlp else "attention"))
     return tuple(f"{stack}.{block}.{group}.{alias}" for stack, group in stacks for alias in aliases)
 

@@ -15,7 +15,7 @@ from tests.marks import with_more
 ROWS, SEQ = 2, 16
 ORDINARY = ("gpt_neox", "llama 3", "gemma 3", "qwen 3 moe", "gpt oss", "mixtral", "phi 3", "deepseek 3")
 # The counter knows no scans; test_flops.py has their products by hand.
-STATES = ("mamba", "falcon mamba", "nemotron h", "qwen 3 next", "qwen 3.5", "kimi linear", "lfm 2")
+STATES = ("mamba", "falcon mamba", "nemotron h", "qwen 3 next", "qwen 3.5", "kimi linear", "lfm 2", "granite 4")
 FAMILIES = [case for case in CASES if not case.startswith(STATES)]
 
 

@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
                  "moe_router_bias_update_rate": 0.01},
     "step": {**MOE, **ADAMW, "moe_aux_loss_scope": "step", **DOCUMENTS},
     "adapters": {**LLAMA, **ADAMW, "lora": {"r": 4, "alpha": 8, "dora": True}},
-    "hybrid": {**LLAMA, **ADAMW, **DOCUMENTS, "attention_config": ["mamba2", "global", "short_conv", "global"],
+    "hybrid": {**LLAMA, **ADAMW, **DOCUMENTS, "attention_config": ["mamba2", "global", "short_conv", "mamba2_mlp"],
                "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 8,
                "mamba_chunk_size": 4},
     "delta": {**LLAMA, **ADAMW, "seq_length": 29, "attention_config": [[["gated_delta_net", "global"], "all"]],
