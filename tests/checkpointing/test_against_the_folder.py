@@ -51,7 +51,7 @@ def test_a_head_that_differs_from_the_embedding_is_its_own(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("case", ["kimi linear dense"])
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_tensors_of_rows_that_files_hold_apart(
+def test_tensors_whose_rows_files_divide(
     tmp_path: Path, case: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory the convolutions of queries, keys and values are one tensor. Whole, or read one by one."""

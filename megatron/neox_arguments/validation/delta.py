@@ -29,5 +29,3 @@ def validate_delta_nets(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("linear_num_key_heads", f"{key_heads} is not a multiple of {ranks}; change one of them")
     if args.gpt_j_residual:
         problems.add("gpt_j_residual", f"needs attention in each block, but {place} has {kinds[0]}; remove it")
-    if args.lora is not None:
-        problems.add("lora", f"blocks {kinds[0]} of {place} have no adapters; remove it, or set trainable")
