@@ -4,6 +4,7 @@ Both project queries, keys and values, convolve them over a few tokens, and run 
 rank's heads.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,8 +66,10 @@ class _DeltaMixer(nn.Module):
     dt_bias: nn.Parameter
     A_log: nn.Parameter
 
-    def __init__(self, spec: GatedDeltaNetSpec, groups: ParallelGroups) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, groups: ParallelGroups, kernel: Callable[..., Tensor] | None) -> None:
+        """kernel: a package's delta rule, as in `ScanKernels`; None: torch's operations."""
         super().__init__()
+        self.kernel = kernel
         size = groups.size("tensor")
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
         self.convolved = (spec.keys // size, spec.keys // size, spec.values // size)
@@ -101,6 +104,8 @@ class _DeltaMixer(nn.Module):
             padding = ~inputs.filled.unsqueeze(2)
             rate = rate.masked_fill(padding, 0.0)
             log_decay = log_decay.masked_fill(padding if log_decay.dim() == 3 else padding.unsqueeze(3), 0.0)
+        if self.kernel is not None and cache is None:
+            return self.kernel(q, k, v, log_decay, rate, inputs)
         y, last = self.scan(q, k, v, log_decay, rate, inputs, initial_state(cache, inputs, torch.float32))
         if cache is not None:
             cache.put_state(last)
@@ -129,14 +134,14 @@ class GatedDeltaNet(_DeltaMixer):
         *,
         backends: ScanKernels,
     ) -> None:
-        super().__init__(spec, groups)
+        super().__init__(spec, groups, backends.gated_delta)
         values, heads = spec.values // groups.size("tensor"), spec.heads // groups.size("tensor")
         self.projected = (sum(self.convolved), values, heads, heads)
         own_params, conv, norm = self._own_params(spec)
         allocate(self, own_params, groups)
         in_spec, out = self._linears(spec)
         self.in_proj = Linear(in_spec, groups, sequence_parallel)
-        self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
+        self.conv1d = Convolution(conv, groups, None)
         self.scan = DeltaScan(spec.chunk, groups)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
@@ -237,13 +242,13 @@ class KimiDeltaAttention(_DeltaMixer):
         *,
         backends: ScanKernels,
     ) -> None:
-        super().__init__(spec, groups)
+        super().__init__(spec, groups, backends.kimi_delta)
         self.projected = (sum(self.convolved), spec.heads // groups.size("tensor"))
         own_params, conv, norm = self._own_params(spec)
         allocate(self, own_params, groups)
         for name, linear in self._linears(spec).items():
             setattr(self, name, Linear(linear, groups, sequence_parallel))
-        self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
+        self.conv1d = Convolution(conv, groups, None)
         self.scan = DeltaScan(spec.chunk, groups)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
 

@@ -3,7 +3,7 @@
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.architectures import MambaKeys, ShortConvKeys
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.model_args import FULL_BLOCKS
+from megatron.neox_arguments.model_args import DELTA_BLOCKS, FULL_BLOCKS
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 _MAMBA_1_KEYS = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
@@ -35,7 +35,8 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
     for name, declared in keys_of(MambaKeys).items():
         kind = "mamba" if name in _MAMBA_1_KEYS else "mamba2" if name in _MAMBA_2_KEYS else None
-        reads = kind in kinds if kind is not None else bool(kinds & {"mamba", "mamba2"})
+        readers = {"mamba", "mamba2", *(DELTA_BLOCKS if name == "mamba_backend" else ())}
+        reads = kind in kinds if kind is not None else bool(kinds & readers)
         if declared.source == "new" and not reads and getattr(args, name) != declared.default:
             blocks = kind or "mamba or mamba2"
             problems.add(
