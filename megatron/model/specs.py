@@ -364,11 +364,9 @@ class GatedDeltaNetSpec:
 
 @dataclass(frozen=True)
 class KimiDeltaAttentionSpec(GatedDeltaNetSpec):
-    """Kimi Delta Attention (arXiv 2510.26692): each dimension of a key has its decay.
+    """Kimi Delta Attention (arXiv 2510.26692): each dimension of a key has its decay. Heads share no keys.
 
-    Heads share no queries and keys. The projections of decays and of the gate have the rank of a head's
-    width.
-    """
+    The projections of decays and of the gate have the rank of a head's width."""
 
 
 @dataclass(frozen=True)
