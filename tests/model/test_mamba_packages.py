@@ -26,8 +26,8 @@ GPU = torch.device("cuda", 0)
 )  # fmt: skip
 def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> None:
     models = {**MODELS, "delta and mamba 2": {
-        **MODELS["delta"], **MODELS["mamba2"], "pos_emb": "rotary", "attention_output_gate": False,
-        "attention_config": ["gated_delta_net", "mamba2", "global"],
+        **MODELS["delta"], **MODELS["mamba2"], "pos_emb": "rotary",
+        "attention_config": ["gated_delta_net", "mamba2", "global", "short_conv"], "num_layers": 4,
     }}  # fmt: skip
     keys = {**models[model], **({"mamba_time_step_limit": [0.3, 0.9]} if model == "mamba2" else {})}
     weights = random_weights(small(**keys))
