@@ -337,6 +337,7 @@ class GatedDeltaNetSpec:
     norm_eps: epsilon of the gated norm.
     chunk: tokens per chunk of the scan.
     fp32_params: A_log stays fp32 beside 16-bit weights.
+    lora: the low-rank adapters of its linear layers.
     """
 
     hidden: int
@@ -348,6 +349,7 @@ class GatedDeltaNetSpec:
     norm_eps: float
     chunk: int
     fp32_params: bool
+    lora: LoraSpec | None = None
 
     @property
     def keys(self) -> int:
@@ -362,11 +364,9 @@ class GatedDeltaNetSpec:
 
 @dataclass(frozen=True)
 class KimiDeltaAttentionSpec(GatedDeltaNetSpec):
-    """Kimi Delta Attention (arXiv 2510.26692): each dimension of a key has its decay.
+    """Kimi Delta Attention (arXiv 2510.26692): each dimension of a key has its decay. Heads share no keys.
 
-    Heads share no queries and keys. The projections of decays and of the gate have the rank of a head's
-    width.
-    """
+    The projections of decays and of the gate have the rank of a head's width."""
 
 
 @dataclass(frozen=True)

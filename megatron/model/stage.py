@@ -27,7 +27,14 @@ from megatron.model.block import MIXERS, Block, DropoutSeeds, kind_of
 from megatron.model.cache import KVCache, StateShapes
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
-from megatron.model.mamba import ScanKernels, StateInputs, choose_scans, shared_row_inputs, state_inputs
+from megatron.model.mamba import (
+    ScanKernels,
+    StateInputs,
+    choose_scans,
+    shared_row_inputs,
+    state_inputs,
+    with_delta_rules,
+)
 from megatron.model.moe import Balance, MoE, RoutingSums
 from megatron.model.pipeline_partition import StagePlacement, partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
@@ -37,6 +44,7 @@ from megatron.model.specs import (
     BlockSpec,
     EmbeddingSpec,
     FinalNormSpec,
+    GatedDeltaNetSpec,
     HeadSpec,
     LayerSpec,
     Mamba2Spec,
@@ -464,6 +472,7 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     with_scans = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
     backends = choose_backends(args, groups.device, attention, log) if attention else {}
     scans = choose_scans(args, groups.device, with_scans, log) if with_scans else ScanKernels()
+    scans = with_delta_rules(scans, args, [mixer for mixer in mixers if isinstance(mixer, GatedDeltaNetSpec)], log)
     if log is not None and args.context_parallel_type == "ring" and groups.size("context_keys") > 1:
         gather = sum(not spec.fits_ring for spec in attention)
         reason = "; windows, biases, caps, sinks, dropout and other backends than flash need it" if gather else ""

@@ -146,6 +146,24 @@ class Linear(nn.Module):
         """Returns the weight `[out, in]`; a quantised weight is unpacked."""
         return self.product.unpack(self.weight) if isinstance(self.product, QuantizedProduct) else self.weight
 
+    def adapted_weight(self) -> Tensor:
+        """Returns the weight `[out, in]` with its adapters, or `[batch, out, in]` if each row has its own.
+
+        For a layer that is not row-parallel, in generation: without dropout of the adapters' input.
+        """
+        weight = self.dense_weight()
+        if self.stack is not None:
+            return self.stack.weights(weight)
+        if not self.adapters_on:
+            return weight
+        assert self.adapters is not None
+        changes = {
+            place: spec.size.scale * (adapter.lora_B @ adapter.lora_A).t()
+            for (place, adapter), spec in zip(self._part_adapters(), self.adapters.specs, strict=True)
+        }
+        weight, gains = weight + join_rows(changes, self.pattern, missing=0.0).t(), self._gains()
+        return weight if gains is None else gains.unsqueeze(1) * weight
+
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
         """Computes the layer's output: `[seq, batch, in]` to `[seq, batch, out]`, where sharded dimensions
         have this rank's size.
@@ -200,6 +218,8 @@ class Linear(nn.Module):
         a = torch.cat([adapter.lora_A for _, adapter in part_adapters])
         if self.parallel == "row":
             hidden = F.linear(x, a)
+        elif self.parallel == "none":
+            hidden = F.linear(x, copy_to_tensor(a, self.replica_group))
         elif self.sequence_parallel:
             hidden = gather_from_sequence(F.linear(x, copy_to_tensor(a, self.group)), self.group)
         else:
@@ -223,10 +243,10 @@ class Linear(nn.Module):
     def _row_parameter(self, param: Tensor) -> Tensor:
         """Returns a parameter over output features, such as B, for use in `forward`.
 
-        In a row-parallel layer each rank computes only a summand from it, so its gradients are summed over
-        ranks.
+        In a row-parallel layer each rank computes only a summand from it, and in an unsharded one under
+        sequence parallelism only a part of the sequence, so its gradients are summed over ranks.
         """
-        return copy_to_tensor(param, self.group) if self.parallel == "row" else param
+        return copy_to_tensor(param, self.group if self.parallel == "row" else self.replica_group)
 
     def _gains(self) -> Tensor | None:
         """Returns DoRA's factor for each output feature, `[out]`: magnitude / norm of the row of W + scale B

@@ -7,6 +7,7 @@ projections (q, k and v; up and gate), or one adapter for all of its rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -86,7 +87,7 @@ class Adapters:
         """
         adapter = next(spec for spec in self.specs if spec.name == name)
         (r, rows), inputs, column = (adapter.size.r, adapter.rows), weight.shape[1], weight.axis == 0
-        blocks = (weight.blocks if adapter.part == ALL_ROWS else (rows,)) if column else ()
+        blocks = self._blocks(adapter, weight) if column else ()
         row_axis = 0 if column else None
         a = ParamSpec("lora_A", (r, inputs), init=self.lora.init_a, weight_decay=True)
         if weight.axis == 1:
@@ -94,6 +95,15 @@ class Adapters:
         b = ParamSpec("lora_B", (rows, r), row_axis, blocks, self.lora.init_b, weight_decay=True)
         magnitude = ParamSpec("lora_magnitude_vector", (rows,), row_axis, blocks, "ones", weight_decay=True)
         return (a, b, magnitude) if self.lora.dora else (a, b)
+
+    def _blocks(self, adapter: AdapterSpec, weight: ParamSpec) -> tuple[int, ...]:
+        """Returns the sizes of the projection's rows that are each sharded over tensor ranks separately."""
+        if adapter.part == ALL_ROWS:
+            return weight.blocks
+        if not self.pattern_sharded:
+            return (adapter.rows,)
+        start, ends = sum(self.pattern[: adapter.part]), accumulate(weight.blocks)
+        return tuple(size for size, end in zip(weight.blocks, ends, strict=True) if start < end <= start + adapter.rows)
 
     def offsets(self) -> list[tuple[int, int]]:
         """Returns, for each adapter, the sums of the LoRA ranks of the adapters before it and after it.
@@ -229,3 +239,12 @@ class AdapterStack:
         hidden = torch.bmm(x.transpose(0, 1), self.a[rows].transpose(1, 2))
         out = out + torch.bmm(hidden, self.b[rows]).transpose(0, 1)
         return out if self.gains is None else out * self.gains[rows]
+
+    def weights(self, weight: Tensor) -> Tensor:
+        """Returns the layer's weight `[out, in]` with each row's adapter, `[batch, out, in]`; without a batch
+        dimension if no row uses one."""
+        rows = self.chosen.rows
+        if rows is None:
+            return weight
+        weights = weight + torch.bmm(self.b[rows].transpose(1, 2), self.a[rows])
+        return weights if self.gains is None else weights * self.gains[rows].unsqueeze(2)

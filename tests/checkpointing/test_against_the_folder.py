@@ -49,6 +49,20 @@ def test_a_head_that_differs_from_the_embedding_is_its_own(tmp_path: Path) -> No
     assert HFFolder(equal).untied is None and not imported(equal, tmp_path / "tied")[1].no_weight_tying
 
 
+@pytest.mark.parametrize("case", ["kimi linear dense"])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_tensors_whose_rows_files_divide(
+    tmp_path: Path, case: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory the convolutions of queries, keys and values are one tensor. Whole, or read one by one."""
+    if one_by_one:
+        monkeypatch.setattr(transformers_model, "_load_obstacle", lambda *_: "it is too large")
+    checkpoint, args = imported(model_folder(tmp_path / "hf", case), tmp_path / "ours")
+    comparison = export_hf(checkpoint, args, tmp_path / "back")
+    assert comparison is not None and (comparison.not_loaded is not None) is one_by_one
+    assert same_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "hf"))
+
+
 def test_a_head_that_is_dropped_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rule above both sides once had the wrong model, and agreed."""
     folder = with_head(tmp_path / "hf", 1.5)

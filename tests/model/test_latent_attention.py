@@ -15,6 +15,7 @@ from megatron.model.attention.backends import Flash, Math
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.cache import CacheRows, LayerCache
 from megatron.model.specs import AttentionSpec, LatentAttentionSpec
+from megatron.mpu.lora import AdapterRows, AdapterStack
 from megatron.neox_arguments import ConfigError
 from tests.model.runs import LATENT
 from tests.model.stages import make_stage, small
@@ -50,11 +51,18 @@ def test_a_cache_holds_latents_and_not_heads() -> None:
 
 
 @torch.no_grad()
-def test_tokens_after_a_cache_see_what_expanded_latents_show() -> None:
-    """The absorbed form of the last tokens equals the expanded form of the full text."""
-    attention, seq, num_cached = attention_of(), 8, 5
+@pytest.mark.parametrize("adapters", [None, "lora", "dora", "one of several"])
+def test_tokens_after_a_cache_see_what_expanded_latents_show(adapters: str | None) -> None:
+    """The absorbed form of the last tokens equals the expanded form of the full text, with adapters too."""
+    lora = {"r": 2, "alpha": 4, "dora": adapters == "dora"} if adapters in ("lora", "dora") else None
+    attention, seq, num_cached = attention_of(lora=lora), 8, 5
+    if adapters == "one of several":
+        a, b, gains = (torch.randn(3, *shape, generator=torch.manual_seed(1)) for shape in ((2, 12), (2, 52), (52,)))
+        attention.latent_up.stack = AdapterStack(a, b, gains, AdapterRows(torch.tensor([2])))
     x = torch.randn(seq, 1, 32, generator=torch.Generator().manual_seed(0))
     full = attention.core(x, AttentionInputs(), None)
+    unadapted = attention_of().core(x, AttentionInputs(), None)
+    assert bool((full - unadapted).abs().max() > 0.1) is (adapters is not None)
     pool = torch.zeros(1, 16, 1, 16)
     table = torch.zeros(1, 1, dtype=torch.long)
 
@@ -127,7 +135,6 @@ def test_parameters_of_deepseek_v3s_attention() -> None:
     ({"add_qkv_bias": True, "use_bias_in_attn_linear": False}, "add_qkv_bias: does not work with kv_lora_rank"),
     ({"te_mha": True}, "te_mha: does not work with kv_lora_rank"),
     ({"attention_config": [[["mlp"], 4]]}, "kv_lora_rank: no block of attention_config has attention"),
-    ({"lora": {"r": 4}}, "lora: latent attention (kv_lora_rank"),
     ({"model_parallel_size": 3}, "model_parallel_size: 3 does not divide num_attention_heads"),
     ({"kv_lora_rank": None}, "qk_nope_head_dim: is read only with kv_lora_rank"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model import block_specs
+from megatron.model import block_specs, build_stage
 from megatron.model.mamba import choose_scans
-from megatron.mpu import gpu_kernels
+from megatron.mpu import ParallelGroups, gpu_kernels
 from megatron.mpu.gpu_kernels import EVERY_GPU
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import document_batch, make_stage, random_batch, random_weights, small
@@ -20,10 +20,16 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
-    ("package", "model"), [("mamba_ssm", "mamba"), ("mamba_ssm", "mamba2"), ("mamba_ssm", "hybrid"), ("fla", "mamba2")]
-)
+    ("package", "model"),
+    [("mamba_ssm", "mamba"), ("mamba_ssm", "mamba2"), ("mamba_ssm", "hybrid"), ("fla", "mamba2"), ("fla", "delta"),
+     ("fla", "kimi"), ("fla", "delta and mamba 2")],
+)  # fmt: skip
 def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> None:
-    keys = {**MODELS[model], **({"mamba_time_step_limit": [0.3, 0.9]} if model == "mamba2" else {})}
+    models = {**MODELS, "delta and mamba 2": {
+        **MODELS["delta"], **MODELS["mamba2"], "pos_emb": "rotary",
+        "attention_config": ["gated_delta_net", "mamba2", "global", "short_conv"], "num_layers": 4,
+    }}  # fmt: skip
+    keys = {**models[model], **({"mamba_time_step_limit": [0.3, 0.9]} if model == "mamba2" else {})}
     weights = random_weights(small(**keys))
     for batch in (random_batch(small(**keys)), document_batch(small(**keys))):
         results = []
@@ -34,7 +40,7 @@ def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> No
                 logits = stage(None, batch)
                 logits.float().logsumexp(-1).square().mean().backward()
             results.append([logits.detach(), *(param.grad for param in stage.parameters())])
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=5e-5 if "linear_key_head_dim" in keys else 1e-5)
 
 
 RAN = {f"mamba_backend: {name}": EVERY_GPU for name in ("mamba_ssm", "fla")}
@@ -81,11 +87,28 @@ def test_what_is_chosen_is_said(
     ({"mamba_backend": "mamba_ssm", "mamba_state_dim": 300}, "mamba_ssm .*mamba_state_dim .*256"),
     ({"mamba_backend": "mamba_ssm"}, "mamba_backend: mamba_ssm .*mamba-ssm.* not .*torch"),
     ({"mamba_backend": "fla"}, "mamba_backend: fla .*Mamba 1.*auto"),
+    ({**MODELS["delta"], "mamba_backend": "fla"}, "mamba_backend: fla .*flash-linear-attention.* not .*torch"),
+    ({**MODELS["kimi"], "mamba_backend": "mamba_ssm"}, "mamba_backend: mamba_ssm .*kimi_delta_attention .*fla"),
+    ({**MODELS["delta"], "mamba_backend": "fla", "context_parallel_size": 2},
+     "mamba_backend: fla .*gated_delta_net .*context_parallel_size.*torch"),
 ])  # fmt: skip
 def test_a_package_that_is_not_there_is_refused(keys: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        args = small(**{**MODELS["mamba"], **keys})
+        args = small(**(keys if "attention_config" in keys else {**MODELS["mamba"], **keys}))
         make_stage(args)
+
+
+def test_only_its_name_chooses_fla_for_delta_rules() -> None:
+    """Whatever is installed; wider keys than the kernels' are refused, and generation uses torch."""
+    lines: list[str] = []
+    with installed(*ALL):
+        for backend, kernels in (("auto", 0), ("torch", 0), ("fla", 1)):
+            stage = build_stage(small(**MODELS["kimi"], mamba_backend=backend), ParallelGroups.single(), lines.append)
+            assert (stage.scans.kimi_delta is not None) + (stage.scans.gated_delta is not None) == kernels
+        assert [line for line in lines if "mamba_backend" in line] == [lines[-1]] and "generation" in lines[-1]
+        wide = {**MODELS["delta"], "linear_key_head_dim": 257, "mamba_backend": "fla"}
+        with pytest.raises(ConfigError, match=r"mamba_backend: fla .*linear_key_head_dim .*256.*257"):
+            make_stage(small(**wide))
 
 
 def test_a_package_runs_between_compiled_graphs() -> None:

@@ -61,7 +61,10 @@ TABLE = """
    {linear_key_head_dim: 64}, linear_key_head_dim, 128 linear_value_head_dim 64]
 - [{attention_config: [[[gated_delta_net], all]], gpt_j_residual: true}, {gpt_j_residual: false}, gpt_j_residual,
    attention_config gated_delta_net]
-- [{attention_config: [[[gated_delta_net], all]], lora: {r: 4}}, {lora: null}, lora, gated_delta_net adapters]
+- [{attention_config: [[[gated_delta_net], all]], lora: {r: 4, target: [in_proj_qkvz, in_proj_b]}},
+   {lora: {r: 4, target: [in_proj_qkv, in_proj_b]}}, lora.target, in_proj_qkvz in_proj_b rows]
+- [{attention_config: [[[gated_delta_net], all]], lora: {r: 4, target: [q_proj]}}, {lora: {r: 4}}, lora.target,
+   q_proj linear in_proj_qkvz out_proj]
 - [{linear_key_head_dim: 64}, {attention_config: [[[gated_delta_net], all]]}, linear_key_head_dim,
    no effect gated_delta_net]
 - [{attention_output_gate: true, attention_config: [[[gated_delta_net], all]]}, {attention_config: null},

@@ -1,5 +1,6 @@
 """Stand-ins for mamba_ssm, causal-conv1d and flash-linear-attention, by the docstrings of their
-selective_scan_interface.py, ssd_combined.py, causal_conv1d_interface.py and simple_gla/chunk.py, in fp32."""
+selective_scan_interface.py, ssd_combined.py, causal_conv1d_interface.py, and chunk.py of simple_gla,
+gated_delta_rule and kda, in fp32."""
 
 from typing import Any
 
@@ -23,7 +24,11 @@ def convolution_modules() -> dict[str, dict[str, Any]]:
 
 
 def fla_modules() -> dict[str, dict[str, Any]]:
-    return {"fla": {}, "fla.ops": {}, "fla.ops.simple_gla": {"chunk_simple_gla": chunk_simple_gla}}
+    return {
+        "fla": {}, "fla.ops": {}, "fla.ops.simple_gla": {"chunk_simple_gla": chunk_simple_gla},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+        "fla.ops.kda": {"chunk_kda": chunk_kda},
+    }  # fmt: skip
 
 
 def selective_scan_fn(*args: Any, **kwargs: Any) -> Tensor:
@@ -59,12 +64,49 @@ def mamba_chunk_scan_combined(*args: Any, **kwargs: Any) -> Tensor:
 def chunk_simple_gla(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     call = bind("fla", "chunk_simple_gla", args, kwargs)
     q, k, v, g, starts = (call[name] for name in ("q", "k", "v", "g", "cu_seqlens"))
-    documents = None
-    if starts is not None:
-        assert q.shape[0] == 1 and starts[0] == 0 and starts[-1] == q.shape[1] and starts.dtype == torch.int64
-        documents = torch.bucketize(torch.arange(q.shape[1]), starts, right=True).unsqueeze(0)
+    documents = _documents(q, starts)
     assert call["scale"] == 1.0 and call["initial_state"] is None
     return _recurrence(q.float(), k.float(), v.float(), g, documents).to(q.dtype), None
+
+
+def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    call = bind("fla", "chunk_gated_delta_rule", args, kwargs)
+    assert call["g"].shape == call["beta"].shape == call["v"].shape[:3]
+    return _delta_rule({**call, "g": call["g"].unsqueeze(3)}), None
+
+
+def chunk_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    call = bind("fla", "chunk_kda", args, kwargs)
+    assert call["beta"].shape == call["v"].shape[:3] and call["g"].shape == (*call["v"].shape[:3], call["q"].shape[3])
+    assert not call["use_gate_in_kernel"] and call["q"].shape[3] <= 256
+    return _delta_rule(call), None
+
+
+def _delta_rule(call: dict[str, Any]) -> Tensor:
+    """Runs the delta rule by its formula; `[batch, seq, heads, value_dim]`, in the type of q."""
+    q, k, v, g, beta = (call[name] for name in ("q", "k", "v", "g", "beta"))
+    assert q.shape == k.shape and q.dtype == k.dtype == v.dtype and v.shape[2] % q.shape[2] == 0
+    assert call["scale"] == 1.0 and call["initial_state"] is None and not call["kwargs"]
+    assert not (call["use_qk_l2norm_in_kernel"] or call["use_beta_sigmoid_in_kernel"])
+    documents, share = _documents(q, call["cu_seqlens"]), v.shape[2] // q.shape[2]
+    queries, keys = (x.float().repeat_interleave(share, 2).unsqueeze(4) for x in (q, k))
+    state, outputs = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]).float(), []
+    for t in range(q.shape[1]):
+        if documents is not None and t:
+            state = state * (documents[:, t] == documents[:, t - 1]).view(-1, 1, 1, 1)
+        state = state * g[:, t].float().exp().unsqueeze(3)
+        error = v[:, t].float() - (state * keys[:, t]).sum(2)
+        state = state + keys[:, t] * (error * beta[:, t].float().unsqueeze(2)).unsqueeze(2)
+        outputs.append((state * queries[:, t]).sum(2))
+    return torch.stack(outputs, 1).to(q.dtype)
+
+
+def _documents(q: Tensor, starts: Tensor | None) -> Tensor | None:
+    """The number of each token's document, from `cu_seqlens`."""
+    if starts is None:
+        return None
+    assert q.shape[0] == 1 and starts[0] == 0 and starts[-1] == q.shape[1] and starts.dtype == torch.int64
+    return torch.bucketize(torch.arange(q.shape[1]), starts, right=True).unsqueeze(0)
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, documents: Tensor | None) -> Tensor:

@@ -36,7 +36,8 @@ STEPS, UNTIED = 3, {"no_weight_tying": True}
 # Columns of 64 for each of two ranks, so that blocks in 4 bits are the same in every layout.
 WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2}
 NF4 = {"quantization": "nf4", "init": False}
-DORA = "nf4: llama, dora, some, copies"
+DORA, NF4_KIMI = "nf4: llama, dora, some, copies", "nf4: kimi delta attention"
+LATENT = {"num_kv_heads": None, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 7}
 # `init: false`: with B of 0 the first step would tell nothing of A.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, grouped queries": (LLAMA, {"r": 4, "alpha": 16, "init": False}),
@@ -54,9 +55,23 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "rank_pattern": {"v_proj": 2, "layers.1.self_attn.q_proj": 3}, "alpha_pattern": {"q_proj": 2},
     }),
     "mamba 2 and shared experts": (HYBRID["hybrid"], {"r": 4, "alpha": 4, "init": False}),
+    "gated delta net": (HYBRID["delta"], {"r": 4, "alpha": 4, "init": False}),
+    "gated delta net, parts, dora": (
+        HYBRID["delta"],
+        {"r": 2, "alpha": 2, "init": False, "dora": True, "target": ["in_proj_qkv", "in_proj_b", "out_proj"]},
+    ),
+    "kimi delta attention": (HYBRID["kimi"], {"r": 4, "alpha": 4, "init": False}),
+    "latent attention, dora": (
+        {**LLAMA, **LATENT, "q_lora_rank": 12}, {"r": 4, "alpha": 4, "init": False, "dora": True}
+    ),
     "nf4: llama": ({**LLAMA, **WIDTHS}, {**NF4, "r": 4, "alpha": 16}),
     DORA: ({**LLAMA, **WIDTHS, **UNTIED},
            {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]}),
+    NF4_KIMI: (
+        {**HYBRID["kimi"], "hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "kv_lora_rank": 64,
+         "v_head_dim": 32, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+        {**NF4, "r": 4, "alpha": 4},
+    ),
     "nf4: neox": ({**NEOX, "hidden_size": 128, "num_layers": 2}, {**NF4, "r": 4, "alpha": 4}),
 }  # fmt: skip
 
@@ -211,10 +226,10 @@ def test_three_steps_are_pefts(dora: bool) -> None:
     assert abs(unquantised_losses[0] / losses[0] - 1.0) > 1e-3
 
 
-@pytest.mark.parametrize("layout", cells(["tp2"], product=["zero3"]))
-def test_resumes_bit_for_bit(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "model"), cells([("tp2", DORA)], [("tp2", NF4_KIMI)], [("zero3", DORA)]))
+def test_resumes_bit_for_bit(layout: str, model: str, tmp_path: Path) -> None:
     ranks, keys = TABLE[layout]
-    common = values(DORA, keys, precision="bfloat16", train_iters=6, checkpoint_factor=3, warmup=0.3)
+    common = values(model, keys, precision="bfloat16", train_iters=6, checkpoint_factor=3, warmup=0.3)
     common["lora"] = {**common["lora"], "double_quant": True, "dropout": 0.1}
     assert_goes_on(ranks, common, tmp_path)
     assert not any("word_embeddings.weight" in file.name for file in tmp_path.rglob("layer_*"))

@@ -21,7 +21,7 @@ from megatron.checkpointing.huggingface.companion_files import (
 )
 from megatron.checkpointing.huggingface.exporting import LayerProgress, export_hf, new_folder, no_progress
 from megatron.checkpointing.huggingface.folder import HFFolder, is_hf
-from megatron.checkpointing.huggingface.logit_check import LogitComparison, some_tokens
+from megatron.checkpointing.huggingface.logit_check import BOUND, LogitComparison, bound_of, some_tokens
 from megatron.checkpointing.huggingface.model_card import adapter_card
 from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.huggingface.transformers_model import auto_class
@@ -149,7 +149,9 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> LogitComparis
         peft_logits = peft.PeftModel.from_pretrained(model, str(adapter)).eval()(tokens, use_cache=False).logits
     logits = unmerged_logits(base, source, tokens)
     logits = logits[:, -1] if scores else logits[..., : peft_logits.shape[-1]]
-    comparison = LogitComparison.from_logits(logits, peft_logits, tokens, reference="peft")
+    comparison = LogitComparison.from_logits(
+        logits, peft_logits, tokens, reference="peft", relative_bound=bound_of(source.args, BOUND)
+    )
     if not comparison.is_close:
         raise CheckpointError(
             f"{source.path}: with these adapters the model gives other logits here than in peft: {comparison}; do not "

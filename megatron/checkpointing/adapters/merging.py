@@ -20,7 +20,7 @@ from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
 from megatron.checkpointing.huggingface.exporting import LayerProgress, no_progress
 from megatron.checkpointing.huggingface.importing import FREE
-from megatron.checkpointing.huggingface.logit_check import LENGTH, ROWS, neox_logits, some_tokens
+from megatron.checkpointing.huggingface.logit_check import LENGTH, ROWS, bound_of, neox_logits, some_tokens
 from megatron.checkpointing.huggingface.model_files import CONFIG
 from megatron.checkpointing.manifest import ParallelLayout, model_keys, read_manifest, untrained_manifest
 from megatron.checkpointing.publish import new_checkpoint, publish
@@ -43,16 +43,18 @@ class MergeComparison:
     difference: the largest absolute difference of a logit, with merged weights in fp32.
     largest: the largest absolute logit.
     stored: the largest difference with merged weights rounded to their stored dtype; None if that is fp32.
+    relative_bound: the allowed difference, relative to the largest logit if it is above 1.
     """
 
     name: str
     difference: float
     largest: float
     stored: float | None = None
+    relative_bound: float = BOUND
 
     @property
     def bound(self) -> float:
-        return BOUND * max(1.0, self.largest)
+        return self.relative_bound * max(1.0, self.largest)
 
     def __str__(self) -> str:
         rounded = f"; {self.stored:.2e} with weights rounded to their stored dtype" if self.stored is not None else ""
@@ -82,7 +84,7 @@ def compare_merged(base: BaseWeights, source: AdapterSource) -> MergeComparison:
     if any(value.dtype != torch.float32 for layer in layer_params(args) for value in base.read(layer).values()):
         rounded = neox_logits(args, merged_reader(base.read, [(source, 1.0)]), tokens)
         stored = (unmerged - rounded).abs().max().item()
-    comparison = MergeComparison(str(source.path), difference, largest, stored)
+    comparison = MergeComparison(str(source.path), difference, largest, stored, bound_of(args, BOUND))
     if not difference <= comparison.bound:  # NaN too
         raise CheckpointError(f"merging changed the logits by more than the bound: {comparison}")
     return comparison

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
@@ -12,10 +13,11 @@ from megatron.checkpointing.families.convert import hf_config, is_of_family
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
 from megatron.checkpointing.families.multimodal import memory_name
 from megatron.checkpointing.families.registry import FAMILIES
-from megatron.model.specs import AttentionSpec
-from megatron.model.weight_map import adapter_params, attention_of, named_params
+from megatron.model.specs import MixerSpec
+from megatron.model.weight_map import adapter_params, mixer_of, named_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments.values.lora_settings import PARTS_OF_TARGETS
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
@@ -180,7 +182,7 @@ def peft_tensors(args: ModelArgs, family: Family) -> list[PeftTensor]:
     Raises CheckpointError if the family has no module for an adapter."""
     rows, specs = {row.neox_name: row for row in (*family.rows, SCORE)}, named_params(args)
     return [
-        _linear_tensor(layer, spec, specs, attention_of(args, layer), rows, family)
+        _linear_tensor(layer, spec, specs, mixer_of(args, layer), rows, family)
         if ".lora." in spec.name
         else _copy_tensor(layer, spec, args, rows, family)
         for layer, params in adapter_params(args).items()
@@ -205,13 +207,13 @@ def _linear_tensor(
     layer: int,
     spec: ParamSpec,
     specs: Mapping[tuple[int, str], ParamSpec],
-    attention: AttentionSpec | None,
+    mixer: MixerSpec | None,
     rows: Mapping[str, TensorMapping],
     family: Family,
 ) -> PeftTensor:
     """Returns peft's tensors for one parameter (A, B or DoRA's magnitudes) of a linear layer's adapter.
 
-    specs: of all parameters, from `named_params`. attention: the layer's attention spec, if any. rows: the
+    specs: of all parameters, from `named_params`. mixer: the layer's mixer, if any. rows: the
         family's mappings by our parameter names."""
     linear, _, adapter = spec.name.partition(".lora.")
     name, part = adapter.split(".")
@@ -224,20 +226,29 @@ def _linear_tensor(
         if part == "lora_A":
             return PeftTensor(layer, spec, keys, _repeated(len(modules)), older=older_keys)
         join, split = row.transform.join, row.transform.split
-        return PeftTensor(
-            layer, spec, keys, lambda v: split(v, attention), lambda v: join([v], attention), older=older_keys
-        )
-    modules, older = (
-        [module for module in names if _targets_of(row).get(module.rpartition(".")[2]) == name]
-        for names in (modules, older)
-    )
+        return PeftTensor(layer, spec, keys, lambda v: split(v, mixer), lambda v: join([v], mixer), older=older_keys)
+    targets = [_targets_of(row)[_last(module)] for module in row.hf_names]
+    places = [i for i, target in enumerate(targets) if target == name]
+    places = places or [i for i, target in enumerate(targets) if target in PARTS_OF_TARGETS.get(name, ())]
+    modules, older = ([names[i] for i in places if names] for names in (modules, older))
     if not modules:
         raise CheckpointError(
             f"lora.target: {name}: peft cannot adapt this module of {family.model_type}, because it is fused into "
             f"{_last(row.hf_names[0])}; choose targets from [{', '.join(_family_targets(family))}], or merge the "
             "adapter into the weights (tools/ckpts/adapter.py merge)"
         )
-    return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1), older=_keys(older, _PARTS[part]))
+    keys, older_keys = _keys(modules, _PARTS[part]), _keys(older, _PARTS[part])
+    if part == "lora_A":
+        return PeftTensor(layer, spec, keys, _repeated(len(modules)), older=older_keys)
+    # Rows of the fused weight that each module has, in the module's order; the adapter's are in ours.
+    fused_rows = row.transform.split(torch.arange(specs[layer, row.neox_name].shape[0])[:, None], mixer)
+    module_rows = [fused_rows[i][:, 0] for i in places]
+    ordered = torch.cat(module_rows).sort().values
+    orders = [torch.searchsorted(ordered, rows_of_module) for rows_of_module in module_rows]
+    return PeftTensor(
+        layer, spec, keys, lambda v: tuple(v[order] for order in orders), lambda v: v[orders[0].argsort()],
+        older=older_keys,
+    )  # fmt: skip
 
 
 def _copy_tensor(

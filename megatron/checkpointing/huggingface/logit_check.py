@@ -23,10 +23,12 @@ from megatron.model.specs import HeadSpec
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ModelArgs, NeoXArgs
+from megatron.neox_arguments.model_args import DELTA_BLOCKS
 
 # Allowed difference of fp32 logits, absolute or relative to the largest logit if it is above 1.
 # Measured for the families: 2e-7 to 2e-6.
 BOUND = 2e-5
+_DELTA_FACTOR = 10.0
 ROWS, LENGTH = 2, 48  # shape of the compared tokens
 
 
@@ -39,6 +41,7 @@ class LogitComparison:
     length: number of tokens in each compared sequence.
     not_loaded: why `from_pretrained` was not used; None if it loaded the folder.
     reference: name of the other program.
+    relative_bound: the allowed difference, relative to the largest logit if it is above 1.
     """
 
     difference: float
@@ -46,6 +49,7 @@ class LogitComparison:
     length: int
     not_loaded: str | None = None
     reference: str = "transformers"
+    relative_bound: float = BOUND
 
     @classmethod
     def from_logits(cls, logits: Tensor, reference_logits: Tensor, tokens: Tensor, **facts: Any) -> Self:
@@ -57,7 +61,7 @@ class LogitComparison:
 
     @property
     def bound(self) -> float:
-        return BOUND * max(1.0, self.largest)
+        return self.relative_bound * max(1.0, self.largest)
 
     @property
     def is_close(self) -> bool:
@@ -81,6 +85,14 @@ def some_tokens(args: ModelArgs, vocab_size: int | None = None) -> Tensor:
     length, rows = min(LENGTH, args.max_position_embeddings), vocab_size or args.padded_vocab_size
     assert rows is not None
     return torch.randint(0, rows, (ROWS, length), generator=torch.Generator().manual_seed(0))
+
+
+def bound_of(args: ModelArgs, bound: float) -> float:
+    """Returns the bound for a model's logits: `bound`, or ten times as much for a model with delta rules.
+
+    Their norm of each head divides by what a query reads from the state. That may be small, and then its
+    rounding grows."""
+    return bound * (_DELTA_FACTOR if {*DELTA_BLOCKS} & {*args.attention_config} else 1.0)
 
 
 def compare_logits(
@@ -107,7 +119,9 @@ def compare_logits(
             f"{folder.origin}: NaN or Inf in {broken_names or 'the logits, though weights are finite'}: the model "
             "is broken; take an earlier checkpoint"
         )
-    comparison = LogitComparison.from_logits(logits, reference_logits, tokens, not_loaded=not_loaded)
+    comparison = LogitComparison.from_logits(
+        logits, reference_logits, tokens, not_loaded=not_loaded, relative_bound=bound_of(args, BOUND)
+    )
     if not comparison.is_close:
         raise CheckpointError(
             f"{folder.origin}: is not the same model as the checkpoint, because logits differ: {comparison}"

@@ -230,12 +230,13 @@ def _parts(folder: HFFolder, tensor: Tensor, groups: list[list[str]]) -> Iterato
     """Yields (name in files, tensor) for each part of a tensor in transformers' memory.
 
     groups: the names in files, in a list for each expert. Stacked experts (`[experts, rows, columns]`) are
-        split into the tensors of each expert."""
+        split into the tensors of each expert; a tensor with one list, into those of its rows."""
     if len(groups) == 1 and len(groups[0]) == 1:
         yield groups[0][0], tensor
         return
     rows = [folder.shapes[name][0] for name in groups[0]]
-    for expert_names, matrix in zip(groups, tensor, strict=True):
+    matrices = [tensor] if len(groups) == 1 else tensor
+    for expert_names, matrix in zip(groups, matrices, strict=True):
         yield from zip(expert_names, matrix.split(rows), strict=True)
 
 
@@ -248,7 +249,8 @@ def _value(folder: HFFolder, loaded: Mapping[str, Tensor] | None, stored: Stored
         return folder.get(groups[0][0])
     # Only one tensor at a time is in memory in addition to the result.
     rows = sum(folder.shapes[part][0] for part in groups[0])
-    result = torch.empty(len(groups), rows, folder.shapes[groups[0][0]][1])
+    experts = () if len(groups) == 1 else (len(groups),)
+    result = torch.empty(*experts, rows, *folder.shapes[groups[0][0]][1:])
     for file_tensor, part in _parts(folder, result, groups):
         part.copy_(folder.get(file_tensor))
     return result

@@ -1,5 +1,7 @@
 """Multi-head latent attention, a mixer of a transformer block (MLA, arXiv 2405.04434; DeepSeek V2 and V3)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,17 @@ from megatron.mpu import (
     LinearSpec,
     ParallelGroups,
     ParamSpec,
+    adapters_of,
     copy_to_tensor,
     gather_from_sequence,
     with_prefix,
 )
+
+# HuggingFace's names of the linear layers, and so those of their adapters
+_ADAPTERS = {
+    "query": "q_proj", "query_down": "q_a_proj", "query_up": "q_b_proj", "latent_down": "kv_a_proj_with_mqa",
+    "latent_up": "kv_b_proj", "dense": "o_proj",
+}  # fmt: skip
 
 
 class LatentAttention(HeadAttention):
@@ -82,8 +91,7 @@ class LatentAttention(HeadAttention):
                 "query_down": LinearSpec(spec.hidden, spec.query_latent, "none", spec.bias),
                 "query_up": LinearSpec(spec.query_latent, queries, "column", False, head_rows=(spec.head_dim,)),
             }
-        return {
-            **linears,
+        linears |= {
             "latent_down": LinearSpec(spec.hidden, spec.latent + spec.rope_dim, "none", spec.bias),
             "latent_up": LinearSpec(
                 spec.latent, expanded, "column", False, head_rows=(spec.nope_dim, spec.v_head_dim)
@@ -93,6 +101,10 @@ class LatentAttention(HeadAttention):
                 bias_sum_over_tensor=spec.parallel_residual,
             ),
         }  # fmt: skip
+        return {
+            name: replace(linear, adapters=adapters_of(spec.lora, linear.out_features, _ADAPTERS[name]))
+            for name, linear in linears.items()
+        }
 
     @staticmethod
     def _norms(spec: LatentAttentionSpec) -> dict[str, NormSpec]:
@@ -169,8 +181,9 @@ class LatentAttention(HeadAttention):
         nope, rope: the parts of queries, `[seq, batch, heads/T, ..]`. key: [latent | rotary key] of these
             tokens, `[seq, batch, 1, latent + rope_dim]`.
         """
-        weight = self.latent_up.dense_weight().unflatten(0, (self.heads, sum(self.key_and_value)))
-        to_keys, to_values = weight.split(self.key_and_value, 1)
-        q = torch.cat([torch.einsum("sbhn,hnl->sbhl", nope, to_keys), rope], -1)
+        weight = self.latent_up.adapted_weight().unflatten(-2, (self.heads, sum(self.key_and_value)))
+        to_keys, to_values = weight.split(self.key_and_value, -2)
+        row = "b" if weight.dim() == 4 else ""  # rows of the batch may have adapters of their own
+        q = torch.cat([torch.einsum(f"sbhn,{row}hnl->sbhl", nope, to_keys), rope], -1)
         out = self.backends.attend(q, key, key, inputs, AttentionOptions(cache, scale=self.scale, softcap=self.softcap))
-        return torch.einsum("sbhl,hvl->sbhv", out[..., : self.latent], to_values).flatten(2)
+        return torch.einsum(f"sbhl,{row}hvl->sbhv", out[..., : self.latent], to_values).flatten(2)

@@ -4,6 +4,8 @@ Both project queries, keys and values, convolve them over a few tokens, and run 
 rank's heads.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.build_specs import norm_spec
+from megatron.model.build_specs import lora_spec, norm_spec
 from megatron.model.cache import StateCache, StateShapes
 from megatron.model.delta.context import scan_shared_rows
 from megatron.model.delta.rule import chunk_delta_rule, unit_length
@@ -24,6 +26,7 @@ from megatron.mpu import (
     LinearSpec,
     ParallelGroups,
     ParamSpec,
+    adapters_of,
     allocate,
     copy_to_tensor,
     with_prefix,
@@ -34,22 +37,22 @@ from megatron.neox_arguments import ModelArgs
 def gated_delta_net_spec(args: ModelArgs, block: int) -> GatedDeltaNetSpec | None:
     """Returns the Gated DeltaNet of block number `block`, counted from 0; None if the block has another
     mixer."""
-    return GatedDeltaNetSpec(**_sizes(args)) if args.attention_config[block] == "gated_delta_net" else None
+    return GatedDeltaNetSpec(**_sizes(args, block)) if args.attention_config[block] == "gated_delta_net" else None
 
 
 def kimi_delta_attention_spec(args: ModelArgs, block: int) -> KimiDeltaAttentionSpec | None:
     """Returns the Kimi Delta Attention of block number `block`, counted from 0; None if the block has another
     mixer."""
     is_kimi = args.attention_config[block] == "kimi_delta_attention"
-    return KimiDeltaAttentionSpec(**_sizes(args)) if is_kimi else None
+    return KimiDeltaAttentionSpec(**_sizes(args, block)) if is_kimi else None
 
 
-def _sizes(args: ModelArgs) -> dict[str, Any]:
+def _sizes(args: ModelArgs, block: int) -> dict[str, Any]:
     return {
         "hidden": args.hidden_size, "key_heads": args.linear_num_key_heads, "heads": args.linear_num_value_heads,
         "key_dim": args.linear_key_head_dim, "value_dim": args.linear_value_head_dim,
         "conv_kernel": args.linear_conv_kernel_dim, "norm_eps": norm_spec(args).eps, "chunk": args.linear_chunk_size,
-        "fp32_params": args.mamba_selective_fp32_params,
+        "fp32_params": args.mamba_selective_fp32_params, "lora": lora_spec(args, block),
     }  # fmt: skip
 
 
@@ -63,8 +66,10 @@ class _DeltaMixer(nn.Module):
     dt_bias: nn.Parameter
     A_log: nn.Parameter
 
-    def __init__(self, spec: GatedDeltaNetSpec, groups: ParallelGroups) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, groups: ParallelGroups, kernel: Callable[..., Tensor] | None) -> None:
+        """kernel: a package's delta rule, as in `ScanKernels`; None: torch's operations."""
         super().__init__()
+        self.kernel = kernel
         size = groups.size("tensor")
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
         self.convolved = (spec.keys // size, spec.keys // size, spec.values // size)
@@ -99,6 +104,8 @@ class _DeltaMixer(nn.Module):
             padding = ~inputs.filled.unsqueeze(2)
             rate = rate.masked_fill(padding, 0.0)
             log_decay = log_decay.masked_fill(padding if log_decay.dim() == 3 else padding.unsqueeze(3), 0.0)
+        if self.kernel is not None and cache is None:
+            return self.kernel(q, k, v, log_decay, rate, inputs)
         y, last = self.scan(q, k, v, log_decay, rate, inputs, initial_state(cache, inputs, torch.float32))
         if cache is not None:
             cache.put_state(last)
@@ -127,14 +134,14 @@ class GatedDeltaNet(_DeltaMixer):
         *,
         backends: ScanKernels,
     ) -> None:
-        super().__init__(spec, groups)
+        super().__init__(spec, groups, backends.gated_delta)
         values, heads = spec.values // groups.size("tensor"), spec.heads // groups.size("tensor")
         self.projected = (sum(self.convolved), values, heads, heads)
         own_params, conv, norm = self._own_params(spec)
         allocate(self, own_params, groups)
         in_spec, out = self._linears(spec)
         self.in_proj = Linear(in_spec, groups, sequence_parallel)
-        self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
+        self.conv1d = Convolution(conv, groups, None)
         self.scan = DeltaScan(spec.chunk, groups)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
@@ -156,9 +163,16 @@ class GatedDeltaNet(_DeltaMixer):
     @staticmethod
     def _linears(spec: GatedDeltaNetSpec) -> tuple[LinearSpec, LinearSpec]:
         rows = (spec.keys, spec.keys, spec.values, spec.values, spec.heads, spec.heads)
+        names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")  # Qwen 3-Next's
+        pattern: tuple[int, ...] = (sum(rows[:4]), sum(rows[4:]))
+        if spec.lora is not None and spec.lora.targets.keys().isdisjoint(names):  # Qwen 3.5's
+            names, pattern = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), (sum(rows[:3]), *rows[3:])
+        adapters = adapters_of(spec.lora, sum(rows), None, names, pattern, pattern_sharded=True)
         return (
-            LinearSpec(spec.hidden, sum(rows), "column", False, rows),
-            LinearSpec(spec.values, spec.hidden, "row", False),
+            LinearSpec(spec.hidden, sum(rows), "column", False, rows, adapters=adapters),
+            LinearSpec(
+                spec.values, spec.hidden, "row", False, adapters=adapters_of(spec.lora, spec.hidden, "out_proj")
+            ),
         )
 
     @classmethod
@@ -191,9 +205,9 @@ class GatedDeltaNet(_DeltaMixer):
 
         seed: not used, since the mixer has no dropout.
         cache: the state of earlier tokens in generation; None in training.
-        adapter_seed: not used, since the mixer has no adapters.
+        adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
         """
-        qkv, z, rate, step = self.in_proj(x).split(self.projected, dim=-1)
+        qkv, z, rate, step = self.in_proj(x, adapter_seed).split(self.projected, dim=-1)
         log_decay = -torch.exp(self.A_log.float()) * F.softplus(step.float() + self.dt_bias.float())
         y = self.read(qkv, log_decay, rate, inputs, cache)
         return self.norm(y, F.silu(z.unflatten(2, (-1, self.value_dim)).float())).flatten(2).to(x.dtype)
@@ -228,13 +242,13 @@ class KimiDeltaAttention(_DeltaMixer):
         *,
         backends: ScanKernels,
     ) -> None:
-        super().__init__(spec, groups)
+        super().__init__(spec, groups, backends.kimi_delta)
         self.projected = (sum(self.convolved), spec.heads // groups.size("tensor"))
         own_params, conv, norm = self._own_params(spec)
         allocate(self, own_params, groups)
         for name, linear in self._linears(spec).items():
             setattr(self, name, Linear(linear, groups, sequence_parallel))
-        self.conv1d = Convolution(conv, groups, None)  # `backends` are kernels for Mamba
+        self.conv1d = Convolution(conv, groups, None)
         self.scan = DeltaScan(spec.chunk, groups)
         self.norm = _GatedHeadNorm(norm, spec.norm_eps, groups)
 
@@ -254,14 +268,22 @@ class KimiDeltaAttention(_DeltaMixer):
 
     @staticmethod
     def _linears(spec: KimiDeltaAttentionSpec) -> dict[str, LinearSpec]:
-        rows = (spec.keys, spec.keys, spec.values, spec.heads)
-        return {
-            "in_proj": LinearSpec(spec.hidden, sum(rows), "column", False, rows),
+        rows, names = (spec.keys, spec.keys, spec.values, spec.heads), ("q_proj", "k_proj", "v_proj", "b_proj")
+        adapters = adapters_of(spec.lora, sum(rows), None, names, rows, pattern_sharded=True)
+        linears = {
             "f_a_proj": LinearSpec(spec.hidden, spec.key_dim, "none", False),
             "f_b_proj": LinearSpec(spec.key_dim, spec.keys, "column", False),
             "g_a_proj": LinearSpec(spec.hidden, spec.value_dim, "none", False),
             "g_b_proj": LinearSpec(spec.value_dim, spec.values, "column", False),
-            "out_proj": LinearSpec(spec.values, spec.hidden, "row", False),
+        }
+        out_adapters = adapters_of(spec.lora, spec.hidden, "o_proj")
+        return {
+            "in_proj": LinearSpec(spec.hidden, sum(rows), "column", False, rows, adapters=adapters),
+            **{
+                name: replace(linear, adapters=adapters_of(spec.lora, linear.out_features, name))
+                for name, linear in linears.items()
+            },
+            "out_proj": LinearSpec(spec.values, spec.hidden, "row", False, adapters=out_adapters),
         }
 
     @classmethod
@@ -289,13 +311,14 @@ class KimiDeltaAttention(_DeltaMixer):
 
         seed: not used, since the mixer has no dropout.
         cache: the state of earlier tokens in generation; None in training.
-        adapter_seed: not used, since the mixer has no adapters.
+        adapter_seed: for dropout of the inputs of low-rank adapters; None: no dropout.
         """
-        qkv, rate = self.in_proj(x).split(self.projected, dim=-1)
-        step = F.softplus(self.f_b_proj(self.f_a_proj(x)).float() + self.dt_bias.float())
+        qkv, rate = self.in_proj(x, adapter_seed).split(self.projected, dim=-1)
+        step = self.f_b_proj(self.f_a_proj(x, adapter_seed), adapter_seed)
+        step = F.softplus(step.float() + self.dt_bias.float())
         log_decay = -torch.exp(self.A_log.float()).unsqueeze(1) * step.unflatten(2, (-1, self.key_dim))
         y = self.read(qkv, log_decay, rate, inputs, cache)
-        gate = self.g_b_proj(self.g_a_proj(x)).unflatten(2, (-1, self.value_dim))
+        gate = self.g_b_proj(self.g_a_proj(x, adapter_seed), adapter_seed).unflatten(2, (-1, self.value_dim))
         return self.norm(y, gate.float().sigmoid()).flatten(2).to(x.dtype)
 
 

@@ -8,5 +8,5 @@ states between context ranks.
 
 from megatron.model.mamba.inputs import StateInputs, shared_row_inputs, state_inputs
 from megatron.model.mamba.mixers import Mamba, Mamba2
-from megatron.model.mamba.packages import ScanKernels, choose_scans
+from megatron.model.mamba.packages import ScanKernels, choose_scans, with_delta_rules
 from megatron.model.mamba.short_convolution import ShortConv

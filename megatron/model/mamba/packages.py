@@ -1,16 +1,16 @@
-"""Kernels of installed packages that replace torch's operations in Mamba blocks (`mamba_backend`).
+"""Kernels of installed packages that replace torch's operations in blocks with states (`mamba_backend`).
 
-mamba_ssm and flash-linear-attention (fla) compute scans, causal-conv1d the convolution before them.
+mamba_ssm and flash-linear-attention (fla) compute scans, causal-conv1d the convolution before Mamba's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron.model.mamba.inputs import StateInputs
-from megatron.model.specs import Mamba2Spec, MambaSpec
+from megatron.model.specs import GatedDeltaNetSpec, KimiDeltaAttentionSpec, Mamba2Spec, MambaSpec
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import ModelArgs
 from megatron.neox_arguments.optional_packages import PackageProblem, import_compiled
@@ -18,14 +18,19 @@ from megatron.neox_arguments.optional_packages import PackageProblem, import_com
 _SELECTIVE = ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
 _CHUNKED = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 _GLA = ("fla.ops.simple_gla", "chunk_simple_gla")
+_DELTA_RULES = {
+    GatedDeltaNetSpec: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    KimiDeltaAttentionSpec: ("fla.ops.kda", "chunk_kda"),
+}
+_MOST_KEYS = 256  # the widest keys that fla's kernels of delta rules support
 _MOST_STATES = 256  # the largest state dimension that mamba_ssm's kernels support
 _CONVOLUTION = ("causal_conv1d", "causal_conv1d_fn")
 
 
 @dataclass(frozen=True)
 class ScanKernels:
-    """The kernels of Mamba's mixers in training. A kernel that is None, and generation (cached states), use
-    torch's operations.
+    """The kernels of mixers with states in training. A kernel that is None uses torch's operations; so does
+    generation (cached states).
 
     package: who provides the scans: torch, or a value of `mamba_backend`.
     selective: Mamba's scan, not for packed documents: from (x, dt, bias of dt, a, b, c, d, gate z) to the
@@ -34,12 +39,16 @@ class ScanKernels:
         norm. Shapes are as in `chunk_scan`; dt is before softplus.
     convolution: convolution and silu: from (x `[seq, batch, channels]`, weight, bias, inputs) to `[seq,
         batch, channels]`.
+    gated_delta, kimi_delta: delta rules, of Gated DeltaNet and of Kimi Delta Attention: from (q, k, v,
+        log_decay, rate, inputs) to what queries read, fp32. Shapes are as in `model.delta.rule`.
     """
 
     package: str = "torch"
     selective: Callable[..., Tensor] | None = None
     chunked: Callable[..., Tensor] | None = None
     convolution: Callable[..., Tensor] | None = None
+    gated_delta: Callable[..., Tensor] | None = None
+    kimi_delta: Callable[..., Tensor] | None = None
 
 
 def choose_scans(
@@ -88,6 +97,30 @@ def choose_scans(
         return chosen
     _say(log, requested, f"torch ({'; '.join(passed_over)})")
     return ScanKernels()
+
+
+def with_delta_rules(
+    scans: ScanKernels, args: ModelArgs, specs: Sequence[GatedDeltaNetSpec], log: Callable[[str], None] | None = None
+) -> ScanKernels:
+    """Returns `scans` with fla's kernels for these delta rules, if `mamba_backend` is fla, and logs a line.
+
+    No other value selects them. Raises ConfigError if fla is not installed, or does not support a rule.
+    """
+    if args.mamba_backend != "fla" or not specs:
+        return scans
+    kernels: dict[type, Callable[..., Tensor]] = {}
+    try:
+        if (widest := max(spec.key_dim for spec in specs)) > _MOST_KEYS:
+            raise PackageProblem(f"a linear_key_head_dim of at most {_MOST_KEYS}, not {widest}")
+        for kind in {type(spec) for spec in specs}:
+            module, function = _DELTA_RULES[kind]
+            kernels[kind] = torch.compiler.disable(_delta_rule(getattr(import_compiled(module, function), function)))
+    except PackageProblem as problem:
+        raise args.error("mamba_backend", f"fla needs {problem}; or set mamba_backend: torch") from None
+    _say(log, "fla", "fla for delta rules; their convolution and generation use torch")
+    return replace(
+        scans, package="fla", gated_delta=kernels.get(GatedDeltaNetSpec), kimi_delta=kernels.get(KimiDeltaAttentionSpec)
+    )
 
 
 def _convolves(specs: Sequence[MambaSpec | Mamba2Spec], tensor: int) -> bool:
@@ -172,6 +205,20 @@ def _linear_attention(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Ca
             rows = [tensor.flatten(0, 1).unsqueeze(0) for tensor in rows]
         out, _ = attend(*rows, scale=1.0, cu_seqlens=None if ends is None else ends.unique().long())
         return out.view(shape).transpose(0, 1) + x * d.to(x.dtype).unsqueeze(1)
+
+    return run
+
+
+def _delta_rule(rule: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
+    """Returns a function that computes a delta rule by fla's `rule`, on values in their type."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, inputs: StateInputs) -> Tensor:
+        rows = [tensor.transpose(0, 1) for tensor in (q.to(v.dtype), k.to(v.dtype), v, log_decay, rate.to(v.dtype))]
+        shape, ends = rows[2].shape, inputs.cu_seqlens
+        if ends is not None:  # `rule` needs all documents in one row
+            rows = [tensor.flatten(0, 1).unsqueeze(0) for tensor in rows]
+        out, _ = rule(*rows, scale=1.0, cu_seqlens=None if ends is None else ends.unique().long())
+        return out.view(shape).transpose(0, 1).float()
 
     return run
 

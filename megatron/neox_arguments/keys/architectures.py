@@ -174,8 +174,9 @@ class MambaKeys:
     mamba_backend: Literal["auto", "torch", "mamba_ssm", "fla"] = new_key(
         "auto",
         "Kernels of scans and convolutions. torch: plain operations. mamba_ssm: the package, with causal-conv1d "
-        "if installed. fla: flash-linear-attention, for Mamba 2. auto prints its choice: the first of mamba_ssm "
-        "and fla that is installed and works, on tested GPU models (none so far), else torch",
+        "if installed. fla: flash-linear-attention, for Mamba 2 and delta rules. auto, for Mamba alone, prints its "
+        "choice: the first of mamba_ssm and fla that is installed and works, on tested GPU models (none so far), else "
+        "torch",
     )
     mamba_state_dim: int | None = new_key(
         None, "State size N per channel (Mamba 2: per head); unset: 16, Mamba 2: 128", ge=1

@@ -98,7 +98,8 @@ class Lora:
         "target_modules: HuggingFace's module names, LLaMA's (q_proj, k_proj, v_proj, o_proj, up_proj, gate_proj, "
         "down_proj) or GPT-NeoX's (query_key_value, dense, dense_h_to_4h, dense_4h_to_h). A longer name takes one "
         "block (layers.0.self_attn.q_proj). in_proj, x_proj: Mamba's. gate_up_proj: gate and up as one, as in Phi 3 "
-        "and GLM 4. all-linear: LLaMA's names if the MLP is gated, else GPT-NeoX's; Mamba's too",
+        "and GLM 4. Names of latent attention and delta rules: DeepSeek's, Kimi Linear's, Qwen 3-Next's and 3.5's. "
+        "all-linear: LLaMA's names if the MLP is gated, else GPT-NeoX's; those of other mixers too",
     )
     rank_pattern: Mapping[str, Any] | None = key(
         None,

@@ -27,7 +27,10 @@ def validate_delta_nets(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if key_heads % args.tp:
         ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
         problems.add("linear_num_key_heads", f"{key_heads} is not a multiple of {ranks}; change one of them")
+    if args.mamba_backend == "mamba_ssm" and not args.mamba_blocks:
+        problems.add("mamba_backend", f"mamba_ssm has no delta rules ({kinds[0]} of {place}); set torch or fla")
+    if args.mamba_backend == "fla" and args.context_parallel_size > 1:
+        size = f"context_parallel_size {args.cite('context_parallel_size')}"
+        problems.add("mamba_backend", f"fla scans full rows in {kinds[0]} blocks, which {size} divides; set torch")
     if args.gpt_j_residual:
         problems.add("gpt_j_residual", f"needs attention in each block, but {place} has {kinds[0]}; remove it")
-    if args.lora is not None:
-        problems.add("lora", f"blocks {kinds[0]} of {place} have no adapters; remove it, or set trainable")

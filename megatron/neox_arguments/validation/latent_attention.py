@@ -42,5 +42,3 @@ def validate_latent_attention(args: ResolvedArgs, problems: ErrorCollector) -> N
             problems.add(name, f"does not work with {_KEY} ({place}); remove one of them")
     if args.rope_scaling is not None and args.rope_scaling["llama_4_scaling_beta"] is not None:
         problems.add("rope_scaling.llama_4_scaling_beta", f"does not work with {_KEY} ({place}); remove it")
-    if args.lora is not None:
-        problems.add("lora", f"latent attention ({_KEY}: {place}) has no adapters; remove it, or set trainable")

@@ -3,7 +3,7 @@
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.architectures import MambaKeys, ShortConvKeys
 from megatron.neox_arguments.keys.declaration import keys_of
-from megatron.neox_arguments.model_args import FULL_BLOCKS, MAMBA_2_BLOCKS, MAMBA_BLOCKS
+from megatron.neox_arguments.model_args import DELTA_BLOCKS, FULL_BLOCKS, MAMBA_2_BLOCKS, MAMBA_BLOCKS
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 _MAMBA_1_KEYS = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
@@ -35,6 +35,7 @@ def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
     for name, declared in keys_of(MambaKeys).items():
         readers = ("mamba",) if name in _MAMBA_1_KEYS else MAMBA_2_BLOCKS if name in _MAMBA_2_KEYS else MAMBA_BLOCKS
+        readers = (*readers, *DELTA_BLOCKS) if name == "mamba_backend" else readers
         if declared.source == "new" and not kinds & {*readers} and getattr(args, name) != declared.default:
             blocks = " or ".join(readers)
             problems.add(

@@ -16,6 +16,7 @@ from megatron.neox_arguments.values.lora_settings import (
     MODULES,
     block_targets,
     chosen_blocks,
+    conflicting_targets,
     copied_modules,
     is_pattern_of,
     is_targeted,
@@ -365,13 +366,14 @@ def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
         ):
             names_text = ", ".join(model_targets)
             problems.add("lora.target", f"{name}: not a linear of this model; set all-linear, or some of {names_text}")
-    for fused, names in (
-        ("query_key_value", ("q_proj", "k_proj", "v_proj")),
-        ("gate_up_proj", ("up_proj", "gate_proj")),
-    ):
-        parts = sorted(set(names) & set(targets))
-        if fused in targets and parts:
-            problems.add("lora.target", f"{fused} already includes {', '.join(parts)}; remove one or the other")
+    if conflicts := conflicting_targets(args):
+        parts = sorted({part for _, part in conflicts})
+        fused_names = ", ".join(dict.fromkeys(fused for fused, _ in conflicts))
+        problems.add(
+            "lora.target",
+            f"{fused_names} cannot be adapted beside {', '.join(parts)}, which divide the same "
+            "rows otherwise; remove one or the other",
+        )
     _patterns(args, problems)
     _quantization(args, problems)
     copies = copied_modules(args)

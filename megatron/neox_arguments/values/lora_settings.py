@@ -13,11 +13,25 @@ _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_
 _ALIASES: Mapping[str, str] = {"dense": "o_proj", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
 _MLP_NAMES = ("dense_h_to_4h", "dense_4h_to_h", "up_proj", "gate_proj", "down_proj")
 _ATTENTION_NAMES = ("query_key_value", "dense", "q_proj", "k_proj", "v_proj", "o_proj")
+_OUTPUTS = ("dense", "o_proj")
 _FUSED = "gate_up_proj"  # gate and up projection as one linear, as in Phi 3 and GLM 4
+_LATENT_NAMES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+# Gated DeltaNet's linears in Qwen 3-Next; Qwen 3.5 divides the same rows among more linears.
+_NEXT_NAMES = ("in_proj_qkvz", "in_proj_ba")
+_NET_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_NET_NAMES = (*_NEXT_NAMES, *_NET_PARTS, "out_proj")
+_FORGET_NAMES = ("f_a_proj", "f_b_proj")
+_KIMI_NAMES = ("b_proj", *_FORGET_NAMES, "g_a_proj", "g_b_proj")  # besides those of attention
 # in_proj is also that of short convolutions. Not out_proj: kernels read its weight without calling the
 # module, as in peft.
 _MAMBA_NAMES = ("in_proj", "x_proj")
 ALL_LINEAR = "all-linear"
+_NAMES = (*_LLAMA, *_GPT_NEOX, _FUSED, *_MAMBA_NAMES, *_LATENT_NAMES, *_NET_NAMES, *_KIMI_NAMES)
+PARTS_OF_TARGETS: Mapping[str, tuple[str, ...]] = {
+    "query_key_value": ("q_proj", "k_proj", "v_proj"), _FUSED: ("up_proj", "gate_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}  # fmt: skip
+"""The names of linears that hold the rows of one linear of another family."""
 MODULES = ("embed_tokens", "lm_head")
 _MODULE_NAMES = {
     **dict.fromkeys(("embed_tokens", "embed_in", "wte", "embeddings"), "embed_tokens"),
@@ -28,13 +42,25 @@ _MODULE_NAMES = {
 def known_targets(args: ModelArgs) -> tuple[str, ...]:
     """Returns the names that `lora.target` may contain for this model. Routed experts have no adapters,
     shared experts have."""
+    kinds = {*args.attention_config}
     absent: tuple[str, ...] = ("dense_h_to_4h",) if args.is_gated else ("gate_proj", _FUSED)
     absent += () if args.has_dense_blocks or _shares_experts(args) else (*_MLP_NAMES, _FUSED)
-    absent += () if args.attends else _ATTENTION_NAMES
-    kinds = {args.attention_config[block] for block in args.mamba_blocks}
-    kinds |= {"short_conv"} & {*args.attention_config}
-    absent += _MAMBA_NAMES if not kinds else () if "mamba" in kinds else ("x_proj",)
-    return tuple(name for name in (*_LLAMA, *_GPT_NEOX, _FUSED, *_MAMBA_NAMES) if name not in absent)
+    present = {
+        *({*_MLP_NAMES, _FUSED} - {*absent}),
+        *(_attention_names(args) if args.attends else ()),
+        *(_MAMBA_NAMES if "mamba" in kinds else _MAMBA_NAMES[:1] if kinds & {"mamba2", "short_conv"} else ()),
+        *(_NET_NAMES if "gated_delta_net" in kinds else ()),
+    }
+    if "kimi_delta_attention" in kinds:
+        present |= {"q_proj", "k_proj", "v_proj", *_KIMI_NAMES, *_OUTPUTS}
+    return tuple(name for name in _NAMES if name in present)
+
+
+def _attention_names(args: ModelArgs) -> tuple[str, ...]:
+    if args.kv_lora_rank is None:
+        return _ATTENTION_NAMES
+    queries = ("q_proj",) if args.q_lora_rank is None else _LATENT_NAMES[:2]
+    return (*queries, *_LATENT_NAMES[2:], *_OUTPUTS)
 
 
 def _shares_experts(args: ModelArgs) -> bool:
@@ -45,13 +71,16 @@ def lora_targets(args: ModelArgs) -> tuple[str, ...]:
     """Returns the names of projections that have adapters, from `lora.target`.
 
     `all-linear` means every linear of the model in HuggingFace's format, without routed experts. A model with
-    a gated MLP has LLaMA's linears, in which queries, keys and values are separate.
+    a gated MLP, latent attention or Kimi Delta Attention has LLaMA's linears, in which queries, keys and
+    values are separate. Gated DeltaNet has those of Qwen 3-Next.
     """
     assert args.lora is not None
     target = args.lora["target"]
     if target == ALL_LINEAR:
-        names = (*(_LLAMA if args.is_gated else _GPT_NEOX), *_MAMBA_NAMES)
-        return tuple(name for name in names if name in known_targets(args))
+        names = known_targets(args)
+        separate = args.is_gated or not {"kv_a_proj_with_mqa", "b_proj"}.isdisjoint(names)
+        absent = (*(_GPT_NEOX if separate else _LLAMA), _FUSED, *_NET_PARTS)
+        return tuple(name for name in names if name not in absent)
     return (target,) if isinstance(target, str) else tuple(target)
 
 
@@ -63,6 +92,10 @@ def module_names(name: str, block: int) -> tuple[str, ...]:
     if name in _MAMBA_NAMES:
         places = ("backbone.layers", "mixer"), ("model.layers", "conv"), ("model.layers", "mamba")
         return tuple(f"{stack}.{block}.{module}.{name}" for stack, module in places)
+    if name in _NET_NAMES:
+        return (f"model.layers.{block}.linear_attn.{name}",)
+    if name in _FORGET_NAMES:  # in weight files, and in memory
+        return tuple(f"model.layers.{block}.self_attn.{group}{name}" for group in ("", "forget_gate."))
     stacks = (("model.layers", "mlp" if in_mlp else "self_attn"), ("gpt_neox.layers", "mlp" if in_mlp else "attention"))
     return tuple(f"{stack}.{block}.{group}.{alias}" for stack, group in stacks for alias in aliases)
 
@@ -140,6 +173,14 @@ def copied_modules(args: ModelArgs) -> frozenset[str]:
     """
     names = (args.lora or {}).get("modules_to_save") or ()
     return frozenset(_MODULE_NAMES.get(name, name) for name in names)
+
+
+def conflicting_targets(args: ModelArgs) -> list[tuple[str, str]]:
+    """Returns pairs of projections with adapters in one block that divide the same rows otherwise."""
+    pairs = [(fused, part) for fused, parts in PARTS_OF_TARGETS.items() for part in parts]
+    pairs += [(fused, part) for fused in _NEXT_NAMES for part in _NET_PARTS if (fused, part) not in pairs]
+    blocks = {frozenset(block_targets(args, block)) for block in range(args.num_layers)}
+    return [pair for pair in pairs if any(names.issuperset(pair) for names in blocks)]
 
 
 def adapter_keys(args: ModelArgs) -> dict[str, object] | None:
