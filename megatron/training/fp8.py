@@ -33,14 +33,14 @@ _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 def use_fp8(
     stage: Stage, choice: PrecisionChoice, args: ModelArgs, groups: ParallelGroups, log: Callable[[str], None]
 ) -> None:
-    """Make linears and experts of this stage's blocks `args.fp8_blocks` multiply in FP8, and log one line.
+    """Make linears and experts in the blocks `args.fp8_blocks` multiply in FP8, and log one line.
 
     Without a recipe it only logs why. Linears and experts whose sizes are not multiples of
     `multiple_of(recipe)` stay in bf16; the line names them. Routers, embedding and attention's own products
     always stay in bf16, the output layer by default, and experts with recipes other than rowwise and mxfp8.
 
-    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply. Raises it
-    for a GPU without a kernel for experts, too.
+    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply, and for a
+    GPU that has no kernel for experts.
     """
     if choice.recipe is None:
         if choice.reason is not None:

@@ -1,4 +1,4 @@
-"""FP8 products of experts: each group with the definition of its casts, in fp64; operands of the GPU's kernel."""
+"""FP8 products of experts: each group by the definition of its casts, in fp64; operands of GPU kernels."""
 
 from collections.abc import Callable
 
