@@ -39,8 +39,8 @@ def use_fp8(
     `multiple_of(recipe)` stay in bf16; the line names them. Routers, embedding and attention's own products
     always stay in bf16, the output layer by default, and experts with recipes other than rowwise and mxfp8.
 
-    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply, and for a
-    GPU that has no kernel for experts.
+    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply, and for
+    a GPU that has no kernel for experts.
     """
     if choice.recipe is None:
         if choice.reason is not None:

@@ -95,3 +95,9 @@ def test_fp8_products_of_experts(name: str, fake_cuda: FakeCuda) -> None:
     report = compiled(fake_cuda, Case(values=keys, capability=(10, 0)), graphs=4)
     assert report["kernels"]["aten._scaled_grouped_mm"] == 2 * 3 * 3
     assert report["kernels"]["aten._grouped_mm"] == 2 * 3 * 3
+
+
+@pytest.mark.more
+def test_rounded_weights_of_experts_run_on_torch_s_kernel(fake_cuda: FakeCuda) -> None:
+    report = compiled(fake_cuda, Case(values={**SMALL, **COMPILE, "qat": "nvfp4"}))
+    assert report["kernels"]["aten._grouped_mm"] >= 6 * 2
