@@ -23,10 +23,10 @@ def fake_quantize(weight: Tensor, name: Format) -> Tensor:
     """Returns a weight `[..., out, in]` rounded to a format and back, in its dtype; rounding is in fp32.
 
     mxfp4: the scale of a block is 2^(floor(log2(amax)) - 2), as OCP MX 1.0 (6.3) suggests.
-    nvfp4: the global scale of a matrix is 6 x 448 / amax; fused projections share it, as in llm-compressor.
+    nvfp4: the scale of a matrix is 6 x 448 / amax; fused projections share it, as in llm-compressor.
         The scale of a block is amax / 6 in E4M3.
-    Numbers are rounded to the nearest of E2M1, ties to even, and saturate at 6. `in` must be a multiple of the
-    block.
+    Numbers are rounded to the nearest of E2M1, ties to even, and saturate at 6. `in` must be a multiple of
+    the block.
     """
     blocks = weight.float().unflatten(-1, (-1, BLOCKS[name]))
     amax = blocks.abs().amax(-1, keepdim=True)
@@ -35,8 +35,10 @@ def fake_quantize(weight: Tensor, name: Format) -> Tensor:
         scale = ((amax.view(torch.int32) >> 23) - 127 - 2).clamp(min=-126).float().exp2()
     else:
         largest = amax.amax(dim=(-3, -2), keepdim=True)
-        whole = _E2M1_MAX * _E4M3_MAX / torch.where(largest > 0, largest, 1.0)
-        scale = (amax / _E2M1_MAX * whole).clamp(_E4M3_MIN, _E4M3_MAX).to(torch.float8_e4m3fn).float() / whole
+        global_scale = _E2M1_MAX * _E4M3_MAX / torch.where(largest > 0, largest, 1.0)
+        scale = (amax / _E2M1_MAX * global_scale).clamp(_E4M3_MIN, _E4M3_MAX).to(
+            torch.float8_e4m3fn
+        ).float() / global_scale
     return (rounded_to_e2m1(blocks / scale) * scale).flatten(-2).to(weight.dtype)
 
 

@@ -228,11 +228,11 @@ def in_nvfp4(weight: Tensor, method: str, module: str) -> tuple[dict[str, Tensor
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     matrix = weight.double().numpy()
     blocks = matrix.reshape(len(matrix), -1, 16)
-    whole = np.float32(6 * 448 / np.abs(matrix).max())
-    scales = torch.from_numpy(np.abs(blocks).max(2) / 6 * whole).float().to(torch.float8_e4m3fn)
+    global_scale = np.float32(6 * 448 / np.abs(matrix).max())
+    scales = torch.from_numpy(np.abs(blocks).max(2) / 6 * global_scale).float().to(torch.float8_e4m3fn)
     # In fp32, as its kernels have it: a product of numbers in fp64 would be rounded to bf16 differently.
     factor = scales.float().numpy()[..., None]
-    factor = factor * (1 / whole) if method == "modelopt" else factor / whole
+    factor = factor * (1 / global_scale) if method == "modelopt" else factor / global_scale
     codes = np.abs(np.abs(blocks / factor)[..., None] - magnitudes).argmin(-1)
     expected = np.sign(blocks).astype(np.float32) * magnitudes[codes].astype(np.float32) * factor
     codes = (codes + 8 * (blocks < 0)).reshape(len(matrix), -1)
@@ -242,11 +242,11 @@ def in_nvfp4(weight: Tensor, method: str, module: str) -> tuple[dict[str, Tensor
         names = {
             "weight": values,
             "weight_scale": scales,
-            "weight_scale_2": torch.tensor(1 / whole),
+            "weight_scale_2": torch.tensor(1 / global_scale),
             "input_scale": activations,
         }
     else:
-        names = {"weight_packed": values, "weight_scale": scales, "weight_global_scale": torch.tensor([whole]),
+        names = {"weight_packed": values, "weight_scale": scales, "weight_global_scale": torch.tensor([global_scale]),
                  "input_global_scale": activations}  # fmt: skip
     return {f"{module}.{name}": tensor for name, tensor in names.items()}, torch.from_numpy(
         expected.reshape(matrix.shape)

@@ -28,7 +28,7 @@ EXPERTS: dict[str, Any] = {
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def by_table(weight: Tensor, name: str) -> Tensor:
+def table_values(weight: Tensor, name: str) -> Tensor:
     """A matrix `[out, in]` in a format and back, in fp64: each number by its distance to all of E2M1."""
     matrix = weight.double().numpy()
     blocks = matrix.reshape(len(matrix), -1, {"mxfp4": 32, "nvfp4": 16}[name])
@@ -36,8 +36,10 @@ def by_table(weight: Tensor, name: str) -> Tensor:
     if name == "mxfp4":
         scales = 2.0 ** (np.floor(np.log2(largest)) - 2)
     else:
-        whole = 6 * 448 / largest.max()
-        scales = torch.from_numpy(largest / 6 * whole).float().to(torch.float8_e4m3fn).double().numpy() / whole
+        global_scale = 6 * 448 / largest.max()
+        scales = (
+            torch.from_numpy(largest / 6 * global_scale).float().to(torch.float8_e4m3fn).double().numpy() / global_scale
+        )
     distances = np.abs(np.minimum(np.abs(blocks / scales), 6)[..., None] - E2M1)
     # Of two as near the one with the even code.
     codes = np.where(np.arange(8) % 2, distances + 1e-9, distances).argmin(-1)
@@ -51,7 +53,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_rounding_is_the_table_of_the_format(name: Format) -> None:
     weight = numbers(48, 96) * torch.logspace(-2, 1, 48)[:, None]
-    torch.testing.assert_close(fake_quantize(weight, name).double(), by_table(weight, name), rtol=1e-5, atol=0)
+    torch.testing.assert_close(fake_quantize(weight, name).double(), table_values(weight, name), rtol=1e-5, atol=0)
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -5.0, 4.0, 0.0, 2.0, 3.0, 1.0])
     halves = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 0.0, -1.0, -4.0, 4.0, 0.0, 2.0, 3.0, 1.0]
     assert fake_quantize(ties.repeat(2, 2), name).equal(torch.tensor(halves).repeat(2, 2))
@@ -66,18 +68,18 @@ def test_rounding_is_the_table_of_the_format(name: Format) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_gradients_pass_straight_through(name: Format) -> None:
-    """Those of torch's autograd with the rounding written as a constant added to the weight."""
+def test_gradients_are_straight_through_ones(name: Format) -> None:
+    """Gradients equal those of torch's autograd with the rounding as a constant added to the weight."""
     ends, grad = torch.tensor([3, 3, 10], dtype=torch.int32), numbers(10, 64, seed=2)
     for stacked in (False, True):
         shape = (3, 64, 32) if stacked else (64, 32)
         results = []
-        for ours in (True, False):
+        for is_product in (True, False):
             x, weight = numbers(10, 32).requires_grad_(), numbers(*shape, seed=1).requires_grad_()
             constant = (fake_quantize(weight.detach(), name) - weight.detach()).detach()
             if not stacked:
-                out = linear(x, weight, None, FakeQuantizedProduct(name)) if ours else x @ (weight + constant).t()
-            elif ours:
+                out = linear(x, weight, None, FakeQuantizedProduct(name)) if is_product else x @ (weight + constant).t()
+            elif is_product:
                 product = FakeQuantizedGroupedProduct(name)
                 out = grouped_linear(x, weight, ends, lambda w: w.transpose(1, 2), product, None)
             else:
@@ -155,12 +157,12 @@ def logprobs_of_rounded(rank: int, world_size: int, name: str) -> tuple[Tensor, 
     results = [training.engine.token_logprobs(batch)]
     linears = ("query_key_value.weight", "dense.weight", "linear1.weight", "linear2.weight")
     for is_rounded in (True, False):
-        plain = begin(values(None)).engine
-        for layer, key, param in stage_parameters(plain.stage):
+        unrounded = begin(values(None)).engine
+        for layer, key, param in stage_parameters(unrounded.stage):
             weight = weights[layer][key]
             in_format = is_rounded and key.endswith(linears)
-            param.data.copy_(by_table(weight.float(), name) if in_format else weight)
-        results.append(plain.token_logprobs(batch))
+            param.data.copy_(table_values(weight.float(), name) if in_format else weight)
+        results.append(unrounded.token_logprobs(batch))
     return tuple(torch.cat([values.flatten() for values in parts]) for parts in results)  # type: ignore[return-value]
 
 

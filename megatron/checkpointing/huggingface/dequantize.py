@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.model_files import read_json
 
 _AT_A_TIME = 1 << 20  # elements that are dequantised together: 4 MB in fp32
 _GROUP, _NV_GROUP = 32, 16  # elements that share a scale in MXFP4 and NVFP4
@@ -81,11 +83,12 @@ class Scheme(Protocol):
         values, scales: the stored tensors."""
 
 
-def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
+def scheme_of(config: Mapping[str, Any], folder: Path, folder_name: str) -> Scheme | None:
     """Returns the quantisation scheme that a config.json names; None if weights are not quantised.
 
-    The field is `quantization_config`. folder_name: for errors. Raises CheckpointError for an unsupported
-    scheme."""
+    The field is `quantization_config`; without it, a file of ModelOpt in `folder`. folder_name: for errors.
+    Raises CheckpointError for an unsupported scheme."""
+    config = _with_modelopt(config, folder)
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not quantization:
         return None
@@ -109,6 +112,17 @@ def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
         f"{folder_name}: is quantised by {name} (quantization_config of config.json); only fp8, mxfp4 and nvfp4 (of "
         "compressed-tensors and modelopt) are supported; use the unquantised model"
     )
+
+
+def _with_modelopt(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Adds to a config.json without `quantization_config` the contents of ModelOpt's own file, if any.
+
+    path: of the folder."""
+    file = path / "hf_quant_config.json"
+    if config.get("quantization_config") or not file.is_file():
+        return config
+    quantization = read_json(file).get("quantization") or {}
+    return {**config, "quantization_config": {**quantization, "quant_method": "modelopt"}}
 
 
 def weight_dtype(config: Mapping[str, Any]) -> torch.dtype:

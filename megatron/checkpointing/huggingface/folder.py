@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.convert import lacks_prefix
 from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
-from megatron.checkpointing.families.family import Config, Family, gives_score
+from megatron.checkpointing.families.family import Family, gives_score
 from megatron.checkpointing.families.multimodal import is_multimodal, text_config, text_names
 from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface.dequantize import Nvfp4, Packed, Stored, dequantize, scheme_of, weight_dtype
@@ -151,7 +151,7 @@ class HFFolder:
         self.origin = origin or str(path)
         file_config = read_config(self.path)
         self.config = text_config(file_config)
-        self._scheme = scheme_of(self._with_modelopt(file_config), self.origin)
+        self._scheme = scheme_of(file_config, self.path, self.origin)
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
@@ -348,14 +348,6 @@ class HFFolder:
     def is_nvfp4(self) -> bool:
         """Whether weights are in NVFP4, which transformers cannot dequantise without other packages."""
         return isinstance(self._scheme, Nvfp4)
-
-    def _with_modelopt(self, config: Config) -> Config:
-        """Adds to a config.json without `quantization_config` the contents of ModelOpt's own file, if any."""
-        path = self.path / "hf_quant_config.json"
-        if config.get("quantization_config") or not path.is_file():
-            return config
-        quantization = read_json(path).get("quantization") or {}
-        return {**config, "quantization_config": {**quantization, "quant_method": "modelopt"}}
 
     @property
     def vocab_size(self) -> int:
