@@ -25,7 +25,7 @@ from megatron.neox_arguments import ModelArgs
 from megatron.training.precision_policy import PrecisionChoice, Recipe
 from megatron.training.transformer_engine import choose_te_backend
 
-_GROUPED = {"rowwise": RowwiseProduct, "mxfp8": MXProduct}
+_GROUPED: dict[Recipe, type[RowwiseProduct | MXProduct]] = {"rowwise": RowwiseProduct, "mxfp8": MXProduct}
 _GROUPED_GPUS = {"rowwise": (9, 10), "mxfp8": (10,)}  # the major compute capabilities of torch's kernels
 _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 

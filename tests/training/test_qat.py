@@ -1,13 +1,18 @@
 """Quantisation-aware training: rounding by tables of formats, straight-through gradients, layouts, export."""
 
+import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+from megatron.checkpointing import find_checkpoint, load_checkpoint_args
+from megatron.checkpointing.huggingface import export_hf
 from megatron.model import build_stage
 from megatron.model.init import stage_parameters
 from megatron.model.moe.experts import Experts
@@ -16,9 +21,11 @@ from megatron.mpu.fake_quantized import FakeQuantizedGroupedProduct, FakeQuantiz
 from megatron.mpu.grouped import grouped_linear
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.qat import use_qat
+from tests.methods.preferences.test_pairs_train import pairs, pairwise
+from tests.methods.preferences.test_reference import first_losses
 from tests.pool import run_ranks
 from tests.training.batches import batches_of
-from tests.training.runs import ADAMW, LLAMA, TABLE, begin, cells, config, curves
+from tests.training.runs import ADAMW, LLAMA, TABLE, begin, cells, config, curves, run_to_end
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "padded_vocab_size": 384}
 EXPERTS: dict[str, Any] = {
@@ -171,3 +178,53 @@ def test_saved_weights_quantised_by_the_format_are_those_of_training(name: str) 
     trained, quantised, unrounded = run_ranks(logprobs_of_rounded, 1, name)[0]
     torch.testing.assert_close(trained, quantised, rtol=1e-5, atol=1e-5)
     assert (trained - unrounded).abs().max() > 1e-3
+
+
+def logprobs_of_training(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """For the pool: trains two steps, saves; tokens, labels and log-probabilities of the last batch."""
+    training = begin(values)
+    batches = batches_of(training)
+    for _ in range(2):
+        batch = next(batches)
+        training.engine.train_step(batch, 1e-3)
+    run_to_end(rank, world_size, values)
+    (logprobs,) = training.engine.token_logprobs(batch[:1])
+    return batch[0].tokens, batch[0].labels, logprobs
+
+
+def test_an_exported_model_in_the_format_has_the_logits_of_training(tmp_path: Path) -> None:
+    """transformers' model, each of its linears by the table."""
+    model = {"make_vocab_size_divisible_by": 1, "padded_vocab_size": 384, "no_weight_tying": True, "train_iters": 2}
+    run = values("mxfp4", model, train_batch_size=4, save=str(tmp_path / "run"), checkpoint_factor=2)
+    tokens, labels, expected = run_ranks(logprobs_of_training, 1, run)[0]
+    checkpoint = find_checkpoint(tmp_path / "run", None)
+    export_hf(checkpoint, load_checkpoint_args(checkpoint)[0], tmp_path / "hf")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, attn_implementation="eager"
+    )
+    linears = [module for name, module in hf.named_modules() if name.endswith("proj")]
+    assert len(linears) == 4 * 7
+
+    def logprobs() -> Tensor:
+        logits = hf(tokens).logits.log_softmax(-1)
+        return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+    places = expected != 0
+    with torch.no_grad():
+        unrounded = logprobs()
+        for module in linears:
+            module.weight.copy_(table_values(module.weight, "mxfp4"))
+        torch.testing.assert_close(logprobs()[places], expected[places], rtol=1e-4, atol=1e-4)
+    assert (unrounded - expected)[places].abs().max() > 1e-3
+
+
+def test_a_reference_model_is_rounded_too(tmp_path: Path) -> None:
+    """DPO begins at ln 2 by a copy and by cached scores, which are not those of weights without rounding."""
+    cached = {"dpo_reference": "cache", "reference_cache_dir": str(tmp_path / "scores")}
+    common = {"pack_impl": "best_fit", "num_layers": 3}
+    runs = [
+        pairwise(pairs(tmp_path), common, SIZES, reference, qat=name, train_micro_batch_size_per_gpu=2)
+        for name, reference in ((None, cached), ("mxfp4", cached), ("mxfp4", {"dpo_reference": "on_the_fly"}))
+    ]
+    assert run_ranks(first_losses, 1, runs)[0] == pytest.approx([math.log(2)] * 3, abs=1e-5)
+    assert len(list((tmp_path / "scores").iterdir())) == 2

@@ -140,10 +140,10 @@ def multiply_columns(a: Scaled, b: Scaled, ends: Tensor, dtype: torch.dtype) -> 
         x, grad = (_dequantized_columns(m, ends) for m in (a, b))
         return PlainGroupedProduct().weight_gradient(x.t(), grad.t(), ends).to(dtype)
     if a.scale.dtype == torch.uint8:
-        scales = tuple(grouped_tiles(m.scale, ends) for m in (a, b))
+        a_scale, b_scale = (grouped_tiles(m.scale, ends) for m in (a, b))
     else:
-        scales = tuple(m.scale[:-1].flatten() for m in (a, b))
-    return torch._scaled_grouped_mm(a.values, b.values.t(), *scales, offs=ends, out_dtype=dtype)
+        a_scale, b_scale = (m.scale[:-1].flatten() for m in (a, b))
+    return torch._scaled_grouped_mm(a.values, b.values.t(), a_scale, b_scale, offs=ends, out_dtype=dtype)
 
 
 def _dequantized_columns(matrix: Scaled, ends: Tensor) -> Tensor:
