@@ -218,7 +218,7 @@ def test_an_exported_model_in_the_format_has_the_logits_of_training(tmp_path: Pa
     assert (unrounded - expected)[places].abs().max() > 1e-3
 
 
-def test_a_reference_model_is_rounded_too(tmp_path: Path) -> None:
+def test_reference_models_are_rounded(tmp_path: Path) -> None:
     """DPO begins at ln 2 by a copy and by cached scores, which are not those of weights without rounding."""
     cached = {"dpo_reference": "cache", "reference_cache_dir": str(tmp_path / "scores")}
     common = {"pack_impl": "best_fit", "num_layers": 3}
