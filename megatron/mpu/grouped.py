@@ -1,7 +1,7 @@
 """Grouped matrix products: each group of consecutive rows is multiplied by its own matrix, as for experts."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +28,60 @@ def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _one_by_one(x, weights, ends)
 
 
-def deferred_grouped_mm(
-    x: Tensor, weight: Tensor, ends: Tensor, matrices: Callable[[Tensor], Tensor], deferred: DeferredGradients
-) -> Tensor:
-    """Computes `grouped_mm(x, matrices(weight), ends)`; `deferred` may leave the gradient of `weight` for
-    later.
+class GroupedProduct(Protocol):
+    """The interface for the products of stacked experts: rows sorted by group, and a matrix for each group.
 
-    weight: a parameter. matrices: returns a view of it, `[groups, in, out]`.
+    `Product` is the same for one matrix. ends: as in `grouped_mm`.
     """
-    return _DeferredProducts.apply(x, weight, ends, matrices, deferred)
+
+    def output(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Returns x W of each group. x: `[rows, in]`; weights: `[groups, in, out]`; result: `[rows, out]`."""
+        ...
+
+    def input_gradient(self, grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """Returns the gradient of x, dy W^T. grad: dy `[rows, out]`; result: `[rows, in]`."""
+        ...
+
+    def weight_gradient(self, x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+        """Returns the gradients of the matrices, x^T dy, `[groups, in, out]`; 0 for empty groups."""
+        ...
 
 
-class _DeferredProducts(torch.autograd.Function):
-    """Implements `deferred_grouped_mm`."""
+class PlainGroupedProduct:
+    """The products of stacked experts by torch, in the dtype of their operands."""
+
+    def output(self, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return grouped_mm(x, weights, ends)
+
+    def input_gradient(self, grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return grouped_mm(grad, weights.transpose(1, 2), ends)
+
+    def weight_gradient(self, x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+        if _has_kernel(x, grad.unsqueeze(0)):
+            return F.grouped_mm(x.t(), grad, offs=ends)
+        return _weight_gradients(x, grad, ends)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    matrices: Callable[[Tensor], Tensor],
+    product: GroupedProduct,
+    deferred: DeferredGradients | None,
+) -> Tensor:
+    """Multiplies each row of `x` by the matrix of its group; output and gradients are computed by `product`.
+
+    weight: a parameter. matrices: returns a view of it, `[groups, in, out]`. deferred: may leave the gradient
+    of `weight` for later.
+    """
+    if deferred is None and isinstance(product, PlainGroupedProduct):
+        return grouped_mm(x, matrices(weight), ends)
+    return _Products.apply(x, weight, ends, matrices, product, deferred)
+
+
+class _Products(torch.autograd.Function):
+    """Implements `grouped_linear`."""
 
     @staticmethod
     def forward(
@@ -49,38 +90,33 @@ class _DeferredProducts(torch.autograd.Function):
         weight: Tensor,
         ends: Tensor,
         matrices: Callable[[Tensor], Tensor],
-        deferred: DeferredGradients,
+        product: GroupedProduct,
+        deferred: DeferredGradients | None,
     ) -> Tensor:
-        # Not a saved tensor: the gradient is added to this very parameter.
-        ctx.weight, ctx.matrices, ctx.deferred = weight, matrices, deferred
-        ctx.save_for_backward(x, ends)
-        return grouped_mm(x, matrices(weight), ends)
+        ctx.matrices, ctx.product, ctx.deferred = matrices, product, deferred
+        # Gradients that are left for later are added to this very parameter, which a saved tensor is not.
+        ctx.parameter = None if deferred is None else weight
+        ctx.save_for_backward(x, ends, weight if deferred is None else None)
+        return product.output(x, matrices(weight), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x, ends), weight, grad = ctx.saved_tensors, ctx.weight, grad.contiguous()
+        x, ends, weight = ctx.saved_tensors
+        weight, grad = ctx.parameter if weight is None else weight, grad.contiguous()
         x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            x_grad = grouped_mm(grad, ctx.matrices(weight.detach()).transpose(1, 2), ends)
+            x_grad = ctx.product.input_gradient(grad, ctx.matrices(weight.detach()), ends)
 
         def gradient() -> Tensor:
             out = torch.empty_like(weight)
-            ctx.matrices(out).copy_(_weight_products(x, grad, ends))
+            ctx.matrices(out).copy_(ctx.product.weight_gradient(x, grad, ends))
             return out
 
-        if ctx.needs_input_grad[1] and ctx.deferred.is_collecting:
+        if ctx.needs_input_grad[1] and ctx.deferred is not None and ctx.deferred.is_collecting:
             ctx.deferred.add(weight, gradient)
         elif ctx.needs_input_grad[1]:
             weight_grad = gradient()
-        return x_grad, weight_grad, None, None, None
-
-
-def _weight_products(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """Returns the gradients of the groups' matrices, `[groups, in, out]`, as autograd of `grouped_mm`
-    does."""
-    if _has_kernel(x, grad.unsqueeze(0)):
-        return F.grouped_mm(x.t(), grad, offs=ends)
-    return _weight_gradients(x, grad, ends)
+        return x_grad, weight_grad, None, None, None, None
 
 
 def _has_kernel(x: Tensor, weights: Tensor) -> bool:

@@ -14,6 +14,7 @@ from megatron.model.block import Block
 from megatron.model.delta.mixer import DeltaScan
 from megatron.model.head import OutputProjection
 from megatron.model.mamba.selective_scan import AT_A_TIME_COMPILED
+from megatron.model.moe.experts import Experts
 from megatron.model.moe.layer import Dispatcher
 from megatron.model.specs import BlockSpec, GatedDeltaNetSpec, MoESpec
 from megatron.mpu import Linear
@@ -113,7 +114,9 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     for spec in stage.blocks:
         block = stage.layers[str(spec.index)]
         assert isinstance(block, Block)
-        products = frozenset(type(module.product) for module in block.modules() if isinstance(module, Linear))
+        products = frozenset(
+            type(module.product) for module in block.modules() if isinstance(module, (Linear, Experts))
+        )
         kind = (replace(spec, index=0), products)
         kinds += [kind] if kind not in kinds else []
     tokens = args.seq_length * (args.train_micro_batch_size_per_gpu or 1) if args.mamba_blocks else 0

@@ -1,4 +1,4 @@
-"""Chooses the linears of a stage that multiply in FP8, and sets their FP8 matrix products."""
+"""Chooses the linears and experts of a stage that multiply in FP8, and sets their FP8 matrix products."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,27 +8,39 @@ import torch
 
 from megatron.model import Stage
 from megatron.model.head import Head, TiedHead
+from megatron.model.moe.experts import Experts
 from megatron.model.weight_map import block_specs
 from megatron.mpu import Linear, ParallelGroups, Product
-from megatron.mpu.fp8 import DelayedProduct, DelayedScaling, Formats, MXProduct, RowwiseProduct, TensorwiseProduct
+from megatron.mpu.fp8 import (
+    DelayedProduct,
+    DelayedScaling,
+    Formats,
+    GroupedScaledProduct,
+    MXProduct,
+    RowwiseProduct,
+    TensorwiseProduct,
+)
 from megatron.mpu.fp8.transformer_engine import EngineDelayedProduct, EngineProduct, TransformerEngine
 from megatron.neox_arguments import ModelArgs
 from megatron.training.precision_policy import PrecisionChoice, Recipe
 from megatron.training.transformer_engine import choose_te_backend
 
+_GROUPED: dict[Recipe, type[RowwiseProduct | MXProduct]] = {"rowwise": RowwiseProduct, "mxfp8": MXProduct}
+_GROUPED_GPUS = {"rowwise": (9, 10), "mxfp8": (10,)}  # the major compute capabilities of torch's kernels
 _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 
 
 def use_fp8(
     stage: Stage, choice: PrecisionChoice, args: ModelArgs, groups: ParallelGroups, log: Callable[[str], None]
 ) -> None:
-    """Make this stage's linears in the blocks `args.fp8_blocks` multiply in FP8, and log one line.
+    """Make linears and experts in the blocks `args.fp8_blocks` multiply in FP8, and log one line.
 
-    Without a recipe it only logs why. Linears whose sizes are not multiples of `multiple_of(recipe)` stay in
-    bf16; the line names them. Routers, experts, embedding and attention's own products always stay in bf16,
-    the output layer by default.
+    Without a recipe it only logs why. Linears and experts whose sizes are not multiples of
+    `multiple_of(recipe)` stay in bf16; the line names them. Routers, embedding and attention's own products
+    always stay in bf16, the output layer by default, and experts with recipes other than rowwise and mxfp8.
 
-    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply.
+    Raises ConfigError if those blocks have linears, but none has sizes that the recipe can multiply, and for
+    a GPU that has no kernel for experts.
     """
     if choice.recipe is None:
         if choice.reason is not None:
@@ -42,6 +54,7 @@ def use_fp8(
     make = product_maker(choice.recipe, stage, args, groups, TransformerEngine() if use_te else None)
     for name, linear in fitting:
         linear.product = make(name)
+    unfit += use_grouped_fp8(stage, args, choice.recipe, groups.device)
     blocks = args.fp8_blocks
     line = f"{choice.reason}{backend}; blocks {blocks.start} to {blocks.stop - 1} of {args.num_layers}, counted from 0"
     if not args.output_layer_in_bf16 and not args.score_head:
@@ -49,11 +62,37 @@ def use_fp8(
     if not args.te_fp8_wgrad:
         line += ", weight gradients in bf16"
     if args.moe_num_experts > 1:
-        line += "; experts and routers in bf16"
+        line += "; routers in bf16" if choice.recipe in _GROUPED else "; experts and routers in bf16"
     if unfit:
         unfit_names = ", ".join(f"{n} x {name}" for name, n in unfit.items())
         line += f"; in bf16, as their sizes are not multiples of {multiple_of(choice.recipe)}: {unfit_names}"
     log(line)
+
+
+def use_grouped_fp8(stage: Stage, args: ModelArgs, recipe: Recipe, device: torch.device) -> Counter[str]:
+    """Makes the experts of `args.fp8_blocks` multiply in FP8, if the recipe has grouped products.
+
+    Returns counts, by name and shape, of experts whose sizes do not fit. Raises ConfigError for a GPU without
+    a kernel for them.
+    """
+    unfit = Counter[str]()
+    if recipe not in _GROUPED:
+        return unfit
+    first_index = block_specs(args)[0].index
+    blocks = [stage.layers[str(spec.index)] for spec in stage.blocks if spec.index - first_index in args.fp8_blocks]
+    for experts in (module for block in blocks for module in block.modules() if isinstance(module, Experts)):
+        shape = [experts.w1.shape[0] // experts.number, experts.hidden]
+        if any(size % multiple_of(recipe) for size in shape):
+            unfit[f"experts {shape}"] += 1
+            continue
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPED_GPUS[recipe]:
+            actual = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            fix = (
+                f"experts need compute capability {' or '.join(f'{n}.x' for n in _GROUPED_GPUS[recipe])}, but this GPU"
+            )
+            raise args.error("precision_fp8", f"{recipe}: {fix} has {actual}; write precision_fp8: tensorwise")
+        experts.product = GroupedScaledProduct(_GROUPED[recipe](args.te_fp8_wgrad))
+    return unfit
 
 
 def multiple_of(recipe: Recipe) -> int:

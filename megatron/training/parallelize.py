@@ -23,6 +23,7 @@ from megatron.training.engine import Engine
 from megatron.training.fp8 import use_fp8
 from megatron.training.precision_policy import choose_precision
 from megatron.training.precision_trial import settle_precision
+from megatron.training.qat import use_qat
 from megatron.training.recompute import recompute_blocks
 from megatron.training.transformer_engine import use_transformer_engine_norms
 
@@ -40,9 +41,9 @@ def parallelize(
     """Prepare a stage for training, and return the engine built around it, which allocates its weights.
 
     The stage is already sharded over tensor and pipeline ranks. In this order: freeze parameters, quantize
-    the base weights of adapters, choose and use FP8, overlap tensor-parallel communication, let weight
-    gradients be deferred, recompute, compile, and use another package's norms. The engine's `args` hold the
-    choice that a trial makes for `precision_fp8: auto`.
+    the base weights of adapters, choose and use FP8, round weights for `qat`, overlap tensor-parallel
+    communication, let weight gradients be deferred, recompute, compile, and use another package's norms. The
+    engine's `args` hold the choice that a trial makes for `precision_fp8: auto`.
     log: takes one line for each choice.
 
     Raises ConfigError if blocks are to be compiled but there is no compiler, or if the device lacks FP8 or
@@ -53,6 +54,7 @@ def parallelize(
     precision = choose_precision(args, groups.device)
     quantize_base(stage, args, log)
     use_fp8(stage, precision, args, groups, log)
+    use_qat(stage, args, log)
     use_async_tensor_parallel(stage, args, groups, log)
     defer_weight_gradients(stage, args)
     recompute_blocks(stage, args)

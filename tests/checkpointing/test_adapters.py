@@ -226,7 +226,8 @@ ORDINARY_CASES = {
     "qwen 3 next", "kimi linear",
 }  # fmt: skip
 MORE_CASES = {
-    "lfm 2", "granite 4", "gpt oss attention", "qwen 2 moe shared", "falcon mamba", "nemotron h shared", "gpt_neox tied",
+    "lfm 2", "granite 4", "gpt oss attention", "qwen 2 moe shared", "falcon mamba", "nemotron h shared",
+    "gpt_neox tied",
     "deepseek 3", "qwen 3.5 dora",
 }  # fmt: skip
 

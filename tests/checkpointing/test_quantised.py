@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -218,6 +219,89 @@ def test_a_quantised_model_is_imported_and_goes_out_whole(
     assert hf_model_keys(str(tmp_path / "hf"))["precision"] == "bfloat16"
 
 
+def in_nvfp4(weight: Tensor, method: str, module: str) -> tuple[dict[str, Tensor], Tensor]:
+    """A matrix as files hold it in NVFP4, with scales of activations; and its numbers by the formula.
+
+    The formula (arXiv 2509.25149): the global scale maps the largest magnitude to 6 x 448, a block's scale in
+    E4M3 its largest to 6, and numbers round to the nearest of E2M1.
+    """
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    matrix = weight.double().numpy()
+    blocks = matrix.reshape(len(matrix), -1, 16)
+    global_scale = np.float32(6 * 448 / np.abs(matrix).max())
+    scales = torch.from_numpy(np.abs(blocks).max(2) / 6 * global_scale).float().to(torch.float8_e4m3fn)
+    # In fp32, as its kernels have it: a product of numbers in fp64 would be rounded to bf16 differently.
+    factor = scales.float().numpy()[..., None]
+    factor = factor * (1 / global_scale) if method == "modelopt" else factor / global_scale
+    codes = np.abs(np.abs(blocks / factor)[..., None] - magnitudes).argmin(-1)
+    expected = np.sign(blocks).astype(np.float32) * magnitudes[codes].astype(np.float32) * factor
+    codes = (codes + 8 * (blocks < 0)).reshape(len(matrix), -1)
+    values = torch.from_numpy((codes[:, ::2] + 16 * codes[:, 1::2]).astype(np.uint8))
+    activations = torch.ones(1)
+    if method == "modelopt":
+        names = {
+            "weight": values,
+            "weight_scale": scales,
+            "weight_scale_2": torch.tensor(1 / global_scale),
+            "input_scale": activations,
+        }
+    else:
+        names = {"weight_packed": values, "weight_scale": scales, "weight_global_scale": torch.tensor([global_scale]),
+                 "input_global_scale": activations}  # fmt: skip
+    return {f"{module}.{name}": tensor for name, tensor in names.items()}, torch.from_numpy(
+        expected.reshape(matrix.shape)
+    )
+
+
+NVFP4: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
+
+
+@pytest.mark.parametrize("method", NVFP4)
+def test_nvfp4_is_the_published_formula(method: str, tmp_path: Path) -> None:
+    """A matrix large enough for several pieces; rows of very different sizes."""
+    weight = numbers(900, 1280) * torch.logspace(-3, 1, 900)[:, None]
+    tensors, expected = in_nvfp4(weight, method, "q")
+    cache = {"k_proj.k_scale": torch.ones(1)} if method == "modelopt" else {}
+    folder = HFFolder(
+        folder_of(tmp_path, {**tensors, **cache, "norm.weight": numbers(3)}, NVFP4[method], dtype="float32")
+    )
+    assert folder.shapes == {"q.weight": (900, 1280), "norm.weight": (3,)}
+    assert folder.quantised == f"1 weights are quantised (nvfp4 of {method}) and read as float32"
+    assert folder.get("q.weight").equal(expected)
+    large = weight.abs() > 1e-2
+    assert ((expected - weight).abs() / weight.abs())[large].mean() < 0.15
+
+
+@pytest.mark.parametrize(("case", "method"), [("llama 3", "compressed-tensors"), ("qwen 3 moe", "modelopt")])
+def test_a_model_in_nvfp4_is_imported(
+    case: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With experts of its own scales each; ModelOpt's configuration is in its own file."""
+    path = tmp_path / "hf"
+    sizes = {**SIZES, "intermediate_size": 192, "moe_intermediate_size": 96}
+    random_model(case, torch.bfloat16, **sizes).save_pretrained(path)
+    config, expected = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for name, weight in list(expected.items()):
+        if "proj" not in name:
+            tensors[name] = weight
+            continue
+        parts, values = in_nvfp4(weight.float(), method, name.removesuffix(".weight"))
+        tensors |= parts
+        expected[name] = values.float().bfloat16()
+    folder_of(path, tensors, NVFP4[method], **config)
+    if method == "modelopt":
+        (path / "config.json").write_text(json.dumps(config))
+        (path / "hf_quant_config.json").write_text(
+            json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}})
+        )
+    back = converted(tmp_path, f"weights are quantised (nvfp4 of {method}) and read as bfloat16", capsys)
+    assert same_bits(back, expected)
+
+
 def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None:
     values, blocks = numbers(160, 160).to(torch.float8_e4m3fn), torch.zeros(8, 2, 16, dtype=torch.uint8)
     cases: list[tuple[dict[str, Tensor], Any, str]] = [
@@ -229,6 +313,20 @@ def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None
         ({"a_blocks": blocks}, MXFP4, "a_blocks is in MXFP4, .*a_scales .*missing"),
         ({"a_blocks": blocks, "a_scales": blocks[..., 0, :].clone()}, MXFP4, "a_blocks .*shape"),
         ({"a": values}, {"quant_method": None, "bits": 4}, "quantised by an unnamed method "),
+    ]
+    packed = {"a.weight_packed": blocks[:, 0].clone()}
+    nvfp4 = {**packed, "a.weight_scale": torch.ones(8, 2).to(torch.float8_e4m3fn), "a.weight_global_scale": numbers(1)}
+    compressed = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    cases += [
+        (packed, compressed, "a.weight_packed .*NVFP4.*weight_scale.*missing"),
+        (
+            {**nvfp4, "a.weight_scale": torch.ones(8, 1).to(torch.float8_e4m3fn)},
+            compressed,
+            r"a.weight_packed .*\(8, 1\)",
+        ),
+        ({**nvfp4, "a.weight_global_scale": numbers(8)}, compressed, r"weight_global_scale \(8,\)"),
+        ({"a": values}, {**compressed, "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
+        ({"a": values}, {"quant_method": "modelopt", "quant_algo": "FP8"}, r"modelopt \(FP8\)"),
     ]
     for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors"):
         cases.append(({"a": values}, {"quant_method": method, "bits": 4}, f"quantised by {method} "))

@@ -86,3 +86,18 @@ COMPILED: dict[str, Case] = {
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     report = compiled(fake_cuda, COMPILED[name])
     assert report["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"
+
+
+@pytest.mark.parametrize("name", with_more(["rowwise", "mxfp8"], "rowwise"))
+def test_fp8_products_of_experts(name: str, fake_cuda: FakeCuda) -> None:
+    """Two of four blocks have them, in one graph: three matrices, each with an output and two gradients."""
+    keys = {**SMALL, **COMPILE, "num_layers": 4, "precision_fp8": name}
+    report = compiled(fake_cuda, Case(values=keys, capability=(10, 0)), graphs=4)
+    assert report["kernels"]["aten._scaled_grouped_mm"] == 2 * 3 * 3
+    assert report["kernels"]["aten._grouped_mm"] == 2 * 3 * 3
+
+
+@pytest.mark.more
+def test_rounded_weights_of_experts_run_on_torch_s_kernel(fake_cuda: FakeCuda) -> None:
+    report = compiled(fake_cuda, Case(values={**SMALL, **COMPILE, "qat": "nvfp4"}))
+    assert report["kernels"]["aten._grouped_mm"] >= 6 * 2

@@ -2,6 +2,8 @@
 
 import math
 import re
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.model import build_stage
+from megatron.model.moe.experts import Experts
 from megatron.mpu import ParallelGroups
 from megatron.mpu.fp8 import DelayedProduct, MXProduct, RowwiseProduct, TensorwiseProduct
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.fp8 import use_fp8
+from megatron.training.fp8 import use_fp8, use_grouped_fp8
 from megatron.training.precision_policy import choose_precision
 from tests.methods.preferences.test_pairs_train import pairs, pairwise
 from tests.methods.preferences.test_reference import first_losses
@@ -150,6 +153,73 @@ def test_layouts_train_alike(recipe: str, layout: str, one_process: dict[str, li
     keys = {**keys, "train_micro_batch_size_per_gpu": 2}
     losses = run_ranks(curves, ranks, [values(recipe, ALL_BLOCKS, keys)], STEPS)[0][0].losses
     assert losses == pytest.approx(one_process[recipe], rel=LAYOUT_TOLERANCE)
+
+
+MOE: dict[str, Any] = {
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_intermediate_size": 64, "moe_latent_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"expert_parallel_size": 2, "train_micro_batch_size_per_gpu": 2}),
+    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "tp2 cut": (2, {"model_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
+    "zero bubble": (2, {"pipe_parallel_size": 2, "pipeline_schedule": "zero_bubble",
+                        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}),
+}  # fmt: skip
+
+
+def expert_products(recipe: str, **overrides: Any) -> tuple[list[str], str]:
+    """The products of all experts of a model in FP8, and the line at its start."""
+    args = NeoXArgs.from_dict(values(recipe, MOE, padded_vocab_size=384, **overrides)).for_world(1)
+    groups, lines = ParallelGroups.single(), list[str]()
+    stage = build_stage(args, groups)
+    use_fp8(stage, choose_precision(args, CPU), args, groups, lines.append)
+    return [type(m.product).__name__ for m in stage.modules() if isinstance(m, Experts)], lines[0]
+
+
+def test_experts_have_fp8_where_torch_multiplies_groups() -> None:
+    in_bf16, in_fp8 = "PlainGroupedProduct", "GroupedScaledProduct"
+    for recipe, inner in {"rowwise": in_fp8, "mxfp8": in_fp8, "tensorwise": in_bf16, "te": in_bf16}.items():
+        products, line = expert_products(recipe)
+        assert products == [in_bf16, inner, inner, in_bf16]
+        assert ("experts and routers in bf16" in line) == (inner == in_bf16)
+    products, line = expert_products("mxfp8", moe_latent_size=48)
+    assert set(products) == {in_bf16} and re.search(r"multiples of 32.*2 x experts \[64, 48\]", line)
+
+
+@pytest.mark.parametrize(("recipe", "capability", "has_kernel"), [
+    ("rowwise", (9, 0), True), ("rowwise", (10, 0), True), ("rowwise", (8, 9), False), ("mxfp8", (10, 0), True),
+    ("mxfp8", (12, 0), False), ("tensorwise", (8, 9), True),
+])  # fmt: skip
+def test_a_gpu_without_a_kernel_for_experts_is_refused(
+    recipe: Any, capability: Any, has_kernel: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    args = NeoXArgs.from_dict(values(recipe, MOE, padded_vocab_size=384)).for_world(1)
+    stage = build_stage(args, ParallelGroups.single())
+    with (
+        nullcontext()
+        if has_kernel
+        else pytest.raises(ConfigError, match=f"precision_fp8: {recipe}.*experts.*tensorwise")
+    ):
+        use_grouped_fp8(stage, args, recipe, CUDA)
+
+
+@cache
+def losses_of_experts(recipe: str, layout: str | None = None) -> list[float]:
+    ranks, keys = EXPERT_LAYOUTS[layout] if layout else (1, {})
+    return run_ranks(curves, ranks, [values(recipe, MOE, ALL_BLOCKS, keys)], STEPS)[0][0].losses
+
+
+@pytest.mark.parametrize(("recipe", "layout"), cells(
+    [("rowwise", "ep2"), ("mxfp8", "tp2 sp")], [("rowwise", "tp2 cut"), ("mxfp8", "zero bubble")],
+    [("mxfp8", "ep2"), ("rowwise", "tp2 sp"), ("mxfp8", "tp2 cut"), ("rowwise", "zero bubble")],
+))  # fmt: skip
+def test_experts_train_alike_in_layouts(recipe: str, layout: str) -> None:
+    losses, one_process, bf16 = (losses_of_experts(*key) for key in ((recipe, layout), (recipe,), ("off",)))
+    assert losses == pytest.approx(one_process, rel=LAYOUT_TOLERANCE)
+    assert one_process == pytest.approx(bf16, rel=BF16_TOLERANCE) and one_process != pytest.approx(bf16, rel=1e-5)
+    assert one_process[-1] < one_process[0] - 0.1
 
 
 def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:

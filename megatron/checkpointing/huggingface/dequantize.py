@@ -1,4 +1,4 @@
-"""Dequantises weights of HuggingFace folders: FP8 with scales, and MXFP4.
+"""Dequantises weights of HuggingFace folders: FP8 with scales, MXFP4 and NVFP4.
 
 A scheme (`scheme_of`) knows which stored tensors make up a weight (`Packed`). It computes the weight in
 blocks of rows, so only a few megabytes are in memory in addition to the result. Values are computed in fp32
@@ -7,8 +7,9 @@ and then cast.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,14 +17,21 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.model_files import read_json
 
 _AT_A_TIME = 1 << 20  # elements that are dequantised together: 4 MB in fp32
-_GROUP = 32  # elements that share a scale in MXFP4
+_GROUP, _NV_GROUP = 32, 16  # elements that share a scale in MXFP4 and NVFP4
 # Values of E2M1 (sign, two exponent bits, one mantissa bit), indexed by the four bits.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 # Static scales of activations; they are ignored, because this program does not quantise activations.
 _ACTIVATION_SCALES = re.compile(r"(.+)[._](activation_scale|input_scale)")
+# Names of NVFP4's tensors: (values, scales, global scale, the scale of activations), after the module's name.
+_NVFP4_NAMES = {
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+}
+_CACHE_SCALES = re.compile(r".+\.(k_scale|v_scale|q_scale)")
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,13 @@ class Packed:
     """A quantised weight: the tensors that store it, and its shape.
 
     values, scales: the names of the two tensors that store it. shape: of the dequantised weight.
+    global_scale: the name of the tensor with one scale for the full weight; None if it has none.
     """
 
     values: str
     scales: str
     shape: tuple[int, ...]
+    global_scale: str | None = None
 
 
 class Scheme(Protocol):
@@ -60,6 +70,9 @@ class Scheme(Protocol):
 
         names: of all tensors of the folder. packed: the quantised weights."""
 
+    def full_scales(self, scales: Tensor, global_scale: Tensor) -> Tensor:
+        """Returns scales that include the one of the full weight (`Packed.global_scale`)."""
+
     def as_stored(self, weight: Tensor) -> Tensor:
         """Returns a view of a weight `[..., rows, columns]`, transposed if files store it transposed."""
 
@@ -70,11 +83,12 @@ class Scheme(Protocol):
         values, scales: the stored tensors."""
 
 
-def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
+def scheme_of(config: Mapping[str, Any], folder: Path, folder_name: str) -> Scheme | None:
     """Returns the quantisation scheme that a config.json names; None if weights are not quantised.
 
-    The field is `quantization_config`. folder_name: for errors. Raises CheckpointError for an unsupported
-    scheme."""
+    The field is `quantization_config`; without it, a file of ModelOpt in `folder`. folder_name: for errors.
+    Raises CheckpointError for an unsupported scheme."""
+    config = _with_modelopt(config, folder)
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not quantization:
         return None
@@ -90,10 +104,25 @@ def scheme_of(config: Mapping[str, Any], folder_name: str) -> Scheme | None:
         return Fp8(folder_name, None if block is None else (block[0], block[1]))
     if method == "mxfp4":
         return Mxfp4(folder_name)
+    kind = quantization.get("format" if method == "compressed-tensors" else "quant_algo", "an unnamed format")
+    if method in ("compressed-tensors", "modelopt") and kind in ("nvfp4-pack-quantized", "NVFP4"):
+        return Nvfp4(folder_name, method)
+    name = f"{method} ({kind})" if method in ("compressed-tensors", "modelopt") else method or "an unnamed method"
     raise CheckpointError(
-        f"{folder_name}: is quantised by {method or 'an unnamed method'} (quantization_config of config.json); only "
-        "fp8 and mxfp4 are supported; use the unquantised model"
+        f"{folder_name}: is quantised by {name} (quantization_config of config.json); only fp8, mxfp4 and nvfp4 (of "
+        "compressed-tensors and modelopt) are supported; use the unquantised model"
     )
+
+
+def _with_modelopt(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Adds to a config.json without `quantization_config` the contents of ModelOpt's own file, if any.
+
+    path: of the folder."""
+    file = path / "hf_quant_config.json"
+    if config.get("quantization_config") or not file.is_file():
+        return config
+    quantization = read_json(file).get("quantization") or {}
+    return {**config, "quantization_config": {**quantization, "quant_method": "modelopt"}}
 
 
 def weight_dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -105,10 +134,13 @@ def weight_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return dtypes.get(name, torch.bfloat16)
 
 
-def dequantize(scheme: Scheme, values: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a dequantised weight; needs a few megabytes of memory in addition to the result.
+def dequantize(scheme: Scheme, stored: Callable[[str], Tensor], packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Returns a dequantised weight; needs a few megabytes of memory in addition to the result and its scales.
 
-    values, scales: the stored tensors. shape, dtype: of the result."""
+    stored: returns a stored tensor by its name. dtype: of the result."""
+    values, scales, shape = stored(packed.values), stored(packed.scales), packed.shape
+    if packed.global_scale is not None:
+        scales = scheme.full_scales(scales, stored(packed.global_scale))
     weight = torch.empty(shape, dtype=dtype)
     matrices = scheme.as_stored(weight)
     matrices = matrices.flatten(0, -3) if matrices.dim() > 2 else matrices[None]
@@ -157,6 +189,9 @@ class Fp8:
         *lead, rows, columns = shape
         high, wide = self.block or (rows, columns)
         return (*lead, -(-rows // high), -(-columns // wide))
+
+    def full_scales(self, scales: Tensor, global_scale: Tensor) -> Tensor:
+        raise AssertionError("FP8 weights have no global scale")
 
     def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
         scales = {tensor.scales for tensor in packed.values()}
@@ -215,6 +250,9 @@ class Mxfp4:
             weights[weight] = Packed(name, weight + _SCALES, (*experts, *matrix))
         return weights
 
+    def full_scales(self, scales: Tensor, global_scale: Tensor) -> Tensor:
+        raise AssertionError("MXFP4 weights have no global scale")
+
     def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
         return {name for tensor in packed.values() for name in (tensor.values, tensor.scales)}
 
@@ -225,11 +263,80 @@ class Mxfp4:
         matrices = values.reshape(-1, *values.shape[-3:])
         _, rows, groups, _ = matrices.shape
         exponents = scales.reshape(-1, rows, groups, 1).int() - 127
-        numbers, strip = torch.tensor(_E2M1), max(1, _AT_A_TIME // (groups * _GROUP))
-        pairs = torch.stack(
-            [numbers.repeat(16), numbers.repeat_interleave(16)], dim=-1
-        )  # the two numbers of each byte, low half first
+        pairs, strip = _pairs(), max(1, _AT_A_TIME // (groups * _GROUP))
         for i, matrix in enumerate(matrices):
             for begin in range(0, rows, strip):
                 part = embedding(matrix[begin : begin + strip].int(), pairs).flatten(2)
                 yield i, begin, torch.ldexp(part, exponents[i, begin : begin + strip]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """NVFP4: four bits per number, one FP8 scale per 16 numbers of a row, one fp32 scale per matrix.
+
+    Values: uint8 `[rows, columns / 2]`, two E2M1 numbers per byte, the first in the low four bits. Scales:
+    E4M3 `[rows, columns / 16]`. A number is its E2M1 value times its scale. Files of ModelOpt multiply it by
+    the global scale (`weight_scale_2`), those of compressed-tensors divide it (`weight_global_scale`). Scales
+    of activations and of the key-value cache are ignored.
+    folder_name: for errors. method: `quant_method` of config.json.
+    """
+
+    folder_name: str
+    method: str
+
+    def __str__(self) -> str:
+        return f"nvfp4 of {self.method}"
+
+    def packed(self, stored: Mapping[str, Stored]) -> dict[str, Packed]:
+        values_name, scales_name, global_name, _ = _NVFP4_NAMES[self.method]
+        weights = {}
+        for name, tensor in stored.items():
+            module, _, kind = name.rpartition(".")
+            if kind != values_name or tensor.dtype != torch.uint8:
+                continue
+            scales, global_scale = stored.get(f"{module}.{scales_name}"), stored.get(f"{module}.{global_name}")
+            if scales is None or scales.dtype != torch.float8_e4m3fn or global_scale is None:
+                raise CheckpointError(
+                    f"{self.folder_name}: {name} is in NVFP4, but its scales {scales_name} in FP8 or {global_name} "
+                    "are missing"
+                )
+            if len(tensor.shape) != 2 or math.prod(global_scale.shape) != 1 or global_scale.dtype != torch.float32:
+                raise CheckpointError(
+                    f"{self.folder_name}: {name} has shape {tensor.shape} and {global_name} {global_scale.shape}; only "
+                    "matrices with one global scale in fp32 are supported"
+                )
+            columns = 2 * tensor.shape[1]
+            if columns % _NV_GROUP or scales.shape != (tensor.shape[0], columns // _NV_GROUP):
+                raise CheckpointError(
+                    f"{self.folder_name}: {name} has shape {tensor.shape}, but its scales {scales.shape} are not one "
+                    f"for {_NV_GROUP} numbers of a row; download the folder again"
+                )
+            shape = (tensor.shape[0], columns)
+            weights[f"{module}.weight"] = Packed(name, f"{module}.{scales_name}", shape, f"{module}.{global_name}")
+        return weights
+
+    def full_scales(self, scales: Tensor, global_scale: Tensor) -> Tensor:
+        factor = global_scale.float().reshape(())
+        return scales.float() * factor if self.method == "modelopt" else scales.float() / factor
+
+    def hidden(self, names: Iterable[str], packed: Mapping[str, Packed]) -> set[str]:
+        kinds = _NVFP4_NAMES[self.method]
+        modules = {name.removesuffix(".weight") for name in packed}
+        serving = {f"{module}.{kind}" for module in modules for kind in kinds}
+        return {name for name in names if name in serving or _CACHE_SCALES.fullmatch(name)}
+
+    def as_stored(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def rows(self, values: Tensor, scales: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        rows, width = values.shape
+        pairs, strip = _pairs(), max(1, _AT_A_TIME // (2 * width))
+        for begin in range(0, rows, strip):
+            part = embedding(values[begin : begin + strip].int(), pairs).flatten(1).unflatten(1, (-1, _NV_GROUP))
+            yield 0, begin, (part * scales[begin : begin + strip].float().unsqueeze(2)).flatten(1)
+
+
+def _pairs() -> Tensor:
+    """Returns the two E2M1 numbers of each byte, `[256, 2]` fp32; the first is in the low four bits."""
+    numbers = torch.tensor(_E2M1)
+    return torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=-1)

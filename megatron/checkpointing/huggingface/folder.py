@@ -21,7 +21,7 @@ from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
 from megatron.checkpointing.families.family import Family, gives_score
 from megatron.checkpointing.families.multimodal import is_multimodal, text_config, text_names
 from megatron.checkpointing.families.registry import FAMILIES
-from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
+from megatron.checkpointing.huggingface.dequantize import Nvfp4, Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.huggingface.model_files import CONFIG, other_kind, read_config, read_json
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
@@ -151,7 +151,7 @@ class HFFolder:
         self.origin = origin or str(path)
         file_config = read_config(self.path)
         self.config = text_config(file_config)
-        self._scheme = scheme_of(file_config, self.origin)
+        self._scheme = scheme_of(file_config, self.path, self.origin)
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
@@ -345,6 +345,11 @@ class HFFolder:
         return any(n > size and n % size for shape in shapes for n, size in zip(shape, block, strict=True))
 
     @property
+    def is_nvfp4(self) -> bool:
+        """Whether weights are in NVFP4, which transformers cannot dequantise without other packages."""
+        return isinstance(self._scheme, Nvfp4)
+
+    @property
     def vocab_size(self) -> int:
         size = self.config.get("vocab_size")
         if not isinstance(size, int):
@@ -394,8 +399,7 @@ class HFFolder:
     def _dequantised(self, name: str) -> Tensor:
         assert self._scheme is not None
         packed, dtype = self._packed[name], self.dtype or weight_dtype(self.config)
-        values, scales = self._stored(packed.values), self._stored(packed.scales)
-        weight = dequantize(self._scheme, values, scales, packed.shape, dtype)
+        weight = dequantize(self._scheme, self._stored, packed, dtype)
         if dtype == torch.float16 and weight.isinf().any():
             raise CheckpointError(f"{name}: holds numbers too large for fp16; choose bf16 or fp32 with --precision")
         return weight

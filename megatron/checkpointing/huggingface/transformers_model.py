@@ -120,6 +120,8 @@ def _without_weights(auto: Any, config: Any) -> Any:
 def _load_obstacle(folder: HFFolder, stored: Stored) -> str | None:
     if not folder.is_transformers_format:
         return "from_pretrained cannot read files of this format"
+    if folder.is_nvfp4:
+        return "from_pretrained cannot dequantise NVFP4 without other packages"
     if folder.has_edge_blocks:
         return "from_pretrained dequantises smaller blocks at the edge of a weight differently"
     dtypes = set(folder.stored_dtypes.values())

@@ -139,7 +139,7 @@ def teacher_args(args: NeoXArgs, teacher: TeacherDescription) -> NeoXArgs:
     model_values = {**teacher.keys, "mask_padded_vocab": args.softmax_rows or False}
     try:
         return args.replace(
-            **fp8, **model_values, distillation=None, lora=None, trainable=None, neftune_noise_alpha=None,
+            **fp8, **model_values, distillation=None, lora=None, qat=None, trainable=None, neftune_noise_alpha=None,
             pipeline_layers=None,
         )  # fmt: skip
     except ConfigError as problem:

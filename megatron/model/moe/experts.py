@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megatron.model.mlp import ACTIVATIONS, gated_activation
 from megatron.model.specs import MoESpec
-from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, grouped_mm
+from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor
 from megatron.mpu.deferred import DeferredGradients
-from megatron.mpu.grouped import deferred_grouped_mm
+from megatron.mpu.grouped import GroupedProduct, PlainGroupedProduct, grouped_linear
 
 
 class Experts(nn.Module):
@@ -20,7 +20,8 @@ class Experts(nn.Module):
     hidden]`. Tensor ranks hold either some experts in full, or a slice of every expert's width. Ranks of
     expert parallelism hold some experts in full.
 
-    deferred: may leave weight gradients for later, in zero-bubble pipelines; None: nothing does.
+    product: computes the matrix products. deferred: may leave weight gradients for later, in zero-bubble
+    pipelines; None: nothing does.
     """
 
     deferred: DeferredGradients | None = None
@@ -42,6 +43,7 @@ class Experts(nn.Module):
         # The tensor ranks' slices of an expert's output are summed, so only one rank adds the bias.
         self.group = groups.group("tensor") if spec.sharded else None
         self.adds_bias = self.group is None or groups.rank("tensor") == 0
+        self.product: GroupedProduct = PlainGroupedProduct()
         allocate(self, self.params(spec), groups, "w3", "w1_bias", "w2_bias", "w3_bias")
 
     @staticmethod
@@ -90,9 +92,7 @@ class Experts(nn.Module):
         return out if bias is None else out + bias.view(self.number, -1)[self._expert_of(x, ends)]
 
     def _product(self, x: Tensor, weight: Tensor, ends: Tensor, matrices: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.deferred is None:
-            return grouped_mm(x, matrices(weight), ends)
-        return deferred_grouped_mm(x, weight, ends, matrices, self.deferred)
+        return grouped_linear(x, weight, ends, matrices, self.product, self.deferred)
 
     def _matrices(self, weight: Tensor) -> Tensor:
         """Returns a stacked weight as one matrix per expert, `[experts of this rank, width, hidden]`."""

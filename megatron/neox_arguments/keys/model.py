@@ -277,6 +277,11 @@ class PrecisionKeys:
     precision: Literal["fp32", "fp16", "bfloat16"] = key(
         None, "Type of weights and activations; unset: by fp16, bf16, else fp32"
     )
+    qat: Literal["mxfp4", "nvfp4"] | None = new_key(
+        None,
+        "Quantisation-aware training: round the weights of linears and experts to this format in forward passes; "
+        "gradients pass straight through",
+    )
     fp16: Mapping[str, Any] | None = key(None, "Training in fp16, and its loss scaling", section=Fp16)
     bf16: Mapping[str, Any] | None = key(None, "Training in bf16", section=Bf16)
     data_types: Mapping[str, Any] | None = key(None, "DeepSpeed's data types", section=DataTypes)

@@ -93,6 +93,7 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
     _best(args, problems)
     _demos(args, problems)
     _fp8(args, problems)
+    _qat(args, problems)
     validate_hub(args, problems)
     return problems
 
@@ -142,6 +143,21 @@ def _fp8(args: ResolvedArgs, problems: ErrorCollector) -> None:
             f"no block of num_layers {args.cite('num_layers')} is left for FP8; set first_last_layers_bf16: false, or "
             "lower num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",
         )
+
+
+def _qat(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Adds problems if `qat` is set with keys that it does not support."""
+    if args.qat is None:
+        return
+    if args.lora is not None:
+        problems.add("qat", f"rounds weights of linears, which lora {args.cite('lora')} freezes; remove one of them")
+    if args.precision_fp8 != "off":
+        problems.add("qat", f"cannot be used with precision_fp8 {args.cite('precision_fp8')}; remove one of them")
+    if args.engine == "deepspeed":
+        problems.add("qat", f"needs engine: native, but engine is {args.cite('engine')}")
+    if args.qat == "nvfp4" and args.model_parallel_size > 1:
+        size = args.cite("model_parallel_size")
+        problems.add("qat", f"nvfp4 scales a full matrix, which model_parallel_size {size} shards; set mxfp4")
 
 
 def validate_generation(args: ResolvedArgs) -> ErrorCollector:

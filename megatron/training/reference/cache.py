@@ -81,6 +81,8 @@ def describe_reference(
 
 def _precision(args: NeoXArgs, groups: ParallelGroups) -> str:
     recipe = choose_precision(args, groups.device).recipe
+    if args.qat is not None:
+        return f"{args.params_dtype}, weights rounded to {args.qat}"
     if recipe is None:
         return args.params_dtype
     return f"{args.params_dtype}, FP8 by {recipe} in blocks {args.fp8_blocks.start} to {args.fp8_blocks.stop - 1}"

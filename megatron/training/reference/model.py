@@ -35,6 +35,7 @@ from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_o
 from megatron.model import build_stage, eager_blocks, forward_only, materialize, with_context
 from megatron.model.init import stage_parameters
 from megatron.model.lora import without_adapters
+from megatron.model.moe.experts import Experts
 from megatron.model.norms import Norm
 from megatron.model.pipeline_forward import Read, Shape
 from megatron.mpu import HeadInput, Linear
@@ -233,8 +234,11 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     weights, own_stage = engine.weights(), engine.stage
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
     for copy, own_module in zip(stage.modules(), own_stage.modules(), strict=True):
+        # So that FP8 rounds both in the same way.
         if isinstance(copy, Linear) and isinstance(own_module, Linear):
-            copy.product = own_module.product  # so that FP8 rounds both in the same way
+            copy.product = own_module.product
+        if isinstance(copy, Experts) and isinstance(own_module, Experts):
+            copy.product = own_module.product
         if isinstance(copy, Norm) and isinstance(own_module, Norm):
             copy.functions = own_module.functions
     compile_blocks(stage, args)
