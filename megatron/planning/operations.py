@@ -51,7 +51,8 @@ class Segment(NamedTuple):
     """The work of a rank for one layer in one pass.
 
     layer: NeoX index; of the last norm, the head and the loss together, that of the norm.
-    phase: kind of the pass (`PassKind`), or "update", which is of all layers of the rank.
+    phase: kind of the pass (`PassKind`), "update", which is of all layers of the rank, or "sum", of all
+        layers of the stage: the end of a "backward_weight", which adds up gradients.
     begin_bytes, end_bytes, peak_bytes: of memory on the device, at both ends and at most between them.
     """
 

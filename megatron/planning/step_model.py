@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron.data import rows_per_sample
@@ -77,6 +77,7 @@ class StepModel:
     machine: Machine
     is_fused: bool
     _costs: dict[Pass, Seconds] = field(default_factory=dict)
+    _growths: dict[tuple[int, str, str], tuple[int, int]] = field(default_factory=dict)
 
     def on(self, machine: Machine) -> "StepModel":
         """Returns the model of the same steps on another machine."""
@@ -178,7 +179,29 @@ class StepModel:
         total = Seconds()
         for layer_pass in self._passes(stage, phase, place):
             total.add(self.cost(layer_pass))
+        if phase == "backward_weight" and (segment := self._sum_segment(stage, place)) is not None:
+            share = self._traced_share(stage)
+            total.add({part: seconds / share for part, seconds in self._cost(segment).items()})
         return self._exposed(total)
+
+    def _sum_segment(self, stage: int, place: str) -> Segment | None:
+        """Returns the end of a pass for weights, which adds up the gradients of all the stage's layers."""
+        trace = self.trace_of(self.placement.rank_of(stage))
+        segments = (self.segments.get(Pass(trace, layer, "sum", place)) for layer in self._traced_chunk(stage))
+        return next((segment for segment in segments if segment is not None), None)
+
+    def _traced_chunk(self, stage: int) -> tuple[int, ...]:
+        """Returns the layers that stand for a stage in the trace of its pipeline rank."""
+        rank = self.placement.rank_of(stage)
+        chunks = self.traces[self.trace_of(rank)].chunks
+        return chunks[min(self.placement.stages_of(rank).index(stage), len(chunks) - 1)]
+
+    def _traced_share(self, stage: int) -> float:
+        """Returns the share of a stage's weights that its trace has."""
+        sizes = self.traces[self.trace_of(self.placement.rank_of(stage))].layer_bytes
+        weights = Counter({layer: parts["weights"] for layer, parts in sizes.items()})
+        total = sum(weights[self._traced[spec.index]] for spec in self.stages[stage])
+        return sum(weights[layer] for layer in self._traced_chunk(stage)) / total
 
     def _passes(self, stage: int, phase: str, place: str) -> list[Pass]:
         trace = self.trace_of(self.placement.rank_of(stage))
@@ -220,7 +243,7 @@ class StepModel:
                 durations[key] = cost(action).total() - cost(action)["data"]
             return durations[key]
 
-        result = timeline(self.tables, self.placement, duration, self._message)
+        result = timeline(self.tables, self.placement, duration, cache(self._message))
         ends, updates = [], [self._update(rank) for rank in range(self.placement.ranks)]
         for rank, table in enumerate(self.tables):
             begin, action = result.begins[rank][-1]
@@ -287,17 +310,26 @@ class StepModel:
         passes, per_node, number = Counter[Pass](), self.machine.gpus_per_node, self.trace_of(rank)
         for action in self.tables[rank]:
             passes.update(self._passes(action.stage, action.kind, self._place_of(action.micro_batch)))
-        updates = [(segment, 1) for segment in self.traces[number].segments if segment.phase == "update"]
-        sums: dict[tuple[str, str, bool], tuple[int, float]] = {}
-        for segment, times in [*((self.segments.get(place), n) for place, n in passes.items()), *updates]:
+        segments = [(self.segments.get(place), float(n), float(n)) for place, n in passes.items()]
+        segments += [(segment, 1.0, 1.0) for segment in self.traces[number].segments if segment.phase == "update"]
+        for action in (action for action in self.tables[rank] if action.kind == "backward_weight"):
+            segment = self._sum_segment(action.stage, self._place_of(action.micro_batch))
+            # Gradients of a block are summed together, and all others.
+            groups, traced_groups = (
+                len({layer if layer in self.traces[number].kinds else 0 for layer in layers})
+                for layers in ([spec.index for spec in self.stages[action.stage]], self._traced_chunk(action.stage))
+            )
+            segments.append((segment, groups / traced_groups, 1 / self._traced_share(action.stage)))
+        sums: dict[tuple[str, str, bool], tuple[float, float]] = {}
+        for segment, times, sizes in segments:
             for operation in () if segment is None else segment.operations:
                 if operation.ranks and operation.kind != "receive":
                     machines = {member // per_node for member in operation.ranks}
                     key = operation.axis, operation.kind, len(machines) == 1
-                    calls, size = sums.get(key, (0, 0.0))
-                    count = times * operation.times
-                    sums[key] = calls + count, size + count * sent_bytes(operation)
-        rows = [Traffic(axis, kind, *sums[axis, kind, local], local) for axis, kind, local in sums]
+                    calls, size = sums.get(key, (0.0, 0.0))
+                    sent = operation.times * sent_bytes(operation)
+                    sums[key] = calls + times * operation.times, size + sizes * sent
+        rows = [Traffic(*key[:2], round(calls), size, key[2]) for key, (calls, size) in sums.items()]
         return sorted(rows, key=lambda row: -row.size)
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -321,22 +353,48 @@ class StepModel:
     def memory(self, rank: int) -> "Memory":
         """Returns the memory of a pipeline rank, by adding what each pass of each layer takes and gives
         back."""
-        parts, placement, trace = self.kept_parts(rank), self.placement, self.traces[self.trace_of(rank)]
+        parts, trace = self.kept_parts(rank), self.traces[self.trace_of(rank)]
         traced = sum(sum(sizes.values()) for sizes in trace.layer_bytes.values())
         kept_bytes = parts.total() + trace.kept_bytes - traced
         peak = live = kept_bytes
+        taken = Counter[tuple[int, int]]()  # by passes of a stage and a micro-batch
         for action in self.tables[rank]:
             place = self._place_of(action.micro_batch)
-            if placement.ranks == 1 and place == "middle":
+            if self.placement.ranks == 1 and place == "middle":
                 continue  # as the last one, but for gradients that are there
-            is_forward = action.kind == "forward"
-            passes = self._passes(action.stage, action.kind, place)
-            for layer_pass in passes if is_forward else reversed(passes):
+            highest, growth = self._growth(action.stage, action.kind, place)
+            peak = max(peak, live + highest)
+            if action.kind == "backward_weight":
+                growth = self._left_bytes(action.stage, place) - taken[action[1:]]
+            taken[action[1:]] += growth
+            live += growth
+        return Memory(dict(parts), kept_bytes, peak)
+
+    def _growth(self, stage: int, kind: str, place: str) -> tuple[int, int]:
+        """Returns the bytes that a pass through a stage adds to the memory at most, and at its end."""
+        key = stage, kind, place
+        if key not in self._growths:
+            highest = growth = 0
+            passes = self._passes(*key)
+            for layer_pass in passes if kind == "forward" else reversed(passes):
                 segment = self.segments.get(layer_pass)
                 if segment is not None:
-                    peak = max(peak, live + segment.peak_bytes - segment.begin_bytes)
-                    live += segment.end_bytes - segment.begin_bytes
-            peak = max(peak, live)
+                    highest = max(highest, growth + segment.peak_bytes - segment.begin_bytes)
+                    growth += segment.end_bytes - segment.begin_bytes
+            self._growths[key] = highest, growth
+        return self._growths[key]
+
+    def _left_bytes(self, stage: int, place: str) -> int:
+        """Returns the bytes that a micro-batch whose backward is divided leaves on a stage: buffers of
+        gradients and gathered weights, as in the trace for each layer.
+
+        The end of its last pass frees what all layers hold, so that layers cannot be added up.
+        """
+        trace = self.trace_of(self.placement.rank_of(stage))
+        layers, kinds = self._traced_chunk(stage), ("forward", "backward_input", "backward_weight", "sum")
+        segments = (self.segments.get(Pass(trace, layer, kind, place)) for layer in layers for kind in kinds)
+        left = sum(segment.end_bytes - segment.begin_bytes for segment in segments if segment is not None)
+        return round(left / self._traced_share(stage))
         return Memory(dict(parts), kept_bytes, peak)
 
 

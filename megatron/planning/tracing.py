@@ -44,7 +44,7 @@ from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace, m
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import Action
-from megatron.training.native.shards import Shard
+from megatron.training.native.shards import GradientPass, Shard
 from megatron.training.native.update import Update
 from megatron.training.setup import build_engine
 
@@ -255,6 +255,15 @@ def _marks(engine: NativeEngine, recorder: Recorder) -> Iterator[Any]:
     yield marked("_backward", last_of)
     yield marked("_backward_weight", last_of)
     yield mock.patch.object(DeferredGradients, "add", _marked_deferral(recorder))
+    end_gradients = engine.shards.end_gradients
+
+    def marked_end(gradient_pass: GradientPass) -> None:
+        if gradient_pass.is_deferred:
+            assert recorder.action is not None
+            recorder.begin_segment(last_of(recorder.action), "sum")
+        end_gradients(gradient_pass)
+
+    yield mock.patch.object(engine.shards, "end_gradients", marked_end)
     judge = Update.judge
 
     def marked_judge(update: Update, *gradients: Any) -> Tensor:

@@ -37,6 +37,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 zero 3": (4, {**PP2, "zero_optimization": {"stage": 3}, "checkpoint_activations": True}),
     "pp2 interleaved": (2, {**PP2, "pipeline_schedule": "interleaved"}),
     "pp2 zero bubble": (2, {**PP2, "pipeline_schedule": "zero_bubble"}),
+    "pp2 zero bubble zero 1": (
+        4, {**PP2, "pipeline_schedule": "zero_bubble", "zero_optimization": {"stage": 1}, "num_layers": 24},
+    ),
     "pp2 zbv": (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 24}),
     "pp4 hybrid": (4, {"pipe_parallel_size": 4, "attention_config": [[["global"], 6], [["mamba2"], 6]]}),
     "ep2": (2, EXPERTS),

@@ -63,6 +63,8 @@ class Observer(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # autograd asks each tensor, often
+            return func(*args)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with the tensors it is made of
         kwargs = kwargs or {}
