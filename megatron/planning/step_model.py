@@ -15,7 +15,7 @@ from megatron.planning.kinds import stand_in_places, traced_places
 from megatron.planning.machines import Machine
 from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace
 from megatron.planning.processes import Processes
-from megatron.planning.ranks import strides, trace_steps, traced_args
+from megatron.planning.ranks import strides, trace_steps, traced_args, without_pipeline
 from megatron.planning.traffic import Traffic, sent_bytes
 from megatron.training.native.pipeline_schedule import Action, action_tables
 from megatron.training.native.schedule_report import timeline
@@ -137,6 +137,16 @@ class StepModel:
                     segment = segments.get((layer, phase, preferred), segments[layer, phase, micro_batch])
                     result[Pass(number, layer, phase, place)] = segment
         return result
+
+    @cached_property
+    def _has_stages(self) -> bool:
+        """Whether the traces are of the run's pipeline ranks, not of a run with a single one."""
+        return self.placement.ranks == 1 or len(self.traces) > 1
+
+    @cached_property
+    def _divides_backward(self) -> bool:
+        """Whether the traces divide a backward as the schedule does. Without pipeline stages they do not."""
+        return any(place.phase == "backward_input" for place in self.segments)
 
     # -- time ------------------------------------------------------------------------------------------------
 
@@ -267,7 +277,7 @@ class StepModel:
 
     def _action_cost(self, stage: int, kind: str, place: str) -> Seconds:
         seconds = self.stage_cost(stage, kind, place)
-        if kind not in ("backward_input", "backward_weight") or len(self.traces) > 1:
+        if kind not in ("backward_input", "backward_weight") or self._divides_backward:
             return seconds
         # A trace without pipeline stages divides no backward: half of its products are for weights.
         seconds = self.stage_cost(stage, "backward", place)
@@ -364,7 +374,9 @@ class StepModel:
                 continue  # as the last one, but for gradients that are there
             highest, growth = self._growth(action.stage, action.kind, place)
             peak = max(peak, live + highest)
-            if action.kind == "backward_weight":
+            if not self._has_stages and place == "middle" and action.kind in ("backward", "backward_weight"):
+                growth = -taken[action[1:]]  # there is no middle micro-batch in the trace
+            elif action.kind == "backward_weight" and self._divides_backward:
                 growth = self._left_bytes(action.stage, place) - taken[action[1:]]
             taken[action[1:]] += growth
             live += growth
@@ -373,6 +385,9 @@ class StepModel:
     def _growth(self, stage: int, kind: str, place: str) -> tuple[int, int]:
         """Returns the bytes that a pass through a stage adds to the memory at most, and at its end."""
         key = stage, kind, place
+        if kind.startswith("backward_") and not self._divides_backward:
+            highest, growth = self._growth(stage, "backward", place)
+            return (highest, 0) if kind == "backward_input" else (0, growth)
         if key not in self._growths:
             highest = growth = 0
             passes = self._passes(*key)
@@ -395,7 +410,6 @@ class StepModel:
         segments = (self.segments.get(Pass(trace, layer, kind, place)) for layer in layers for kind in kinds)
         left = sum(segment.end_bytes - segment.begin_bytes for segment in segments if segment is not None)
         return round(left / self._traced_share(stage))
-        return Memory(dict(parts), kept_bytes, peak)
 
 
 class Memory(NamedTuple):
@@ -406,15 +420,21 @@ class Memory(NamedTuple):
     step: int
 
 
-def build_models(configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes) -> list[StepModel]:
+def build_models(
+    configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes, has_stages: bool = True
+) -> list[StepModel]:
     """Returns a model of each configuration, which has the world size and the vocabulary. Traces run side by
-    side."""
-    traced = [traced_args(args) for args in configurations]
-    places = [(args, rank) for args in traced for rank in traced_ranks(args)]
+    side.
+
+    has_stages: False: one step without pipeline stages stands for all stages, which is faster.
+    """
+    traced = [traced_args(args if has_stages else without_pipeline(args)) for args in configurations]
+    ranks = [traced_ranks(args) for args in traced]
+    places = [(args, rank) for args, all_ranks in zip(traced, ranks, strict=True) for rank in all_ranks]
     traces = trace_steps(places, processes) if places else iter(())
     return [
-        StepModel(args, [next(traces) for _ in traced_places(args)], machine, is_fused=args.compile is not False)
-        for args in configurations
+        StepModel(args, [next(traces) for _ in all_ranks], machine, is_fused=args.compile is not False)
+        for args, all_ranks in zip(configurations, ranks, strict=True)
     ]
 
 

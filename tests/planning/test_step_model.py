@@ -5,15 +5,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
 from megatron.model.pipeline_partition import partition_layers
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.fake_cuda import shim
+from megatron.planning.fake_cuda.devices import _Chunks
 from megatron.planning.operations import Operation, Segment, Trace
 from megatron.planning.processes import Processes
 from megatron.planning.ranks import dry_run_args, ranks_of_stages, traced_args
 from megatron.planning.report import RankReport
-from megatron.planning.step_model import StepModel, traced_ranks
+from megatron.planning.step_model import StepModel, build_models, traced_ranks
 from megatron.planning.traffic import sent_bytes
 from tests.fake.layouts import DPO, MODEL, PACKED_DPO
 from tests.marks import with_more
@@ -108,6 +111,28 @@ def test_a_few_blocks_tell_memory_and_bytes_of_all(name: str, processes: Process
         sent = [collective for collective in report.collectives if collective.kind != "receive"]
         assert sum(row.size for row in model.traffic(rank)) == pytest.approx(sum(map(sent_bytes, sent)), rel=0.02)
         assert sum(row.calls for row in model.traffic(rank)) == len(sent)
+
+
+@pytest.mark.more
+@needs_compiler
+@pytest.mark.parametrize("name", ["pp2 zero 1", "pp2 interleaved", "pp2 zero bubble"])
+def test_one_stage_that_stands_for_all(name: str, processes: Processes) -> None:
+    """A search records no more of a pipeline; its time and memory are near those of a full plan."""
+    args = args_of(name)
+    [model], [full_model] = (build_models([args], MACHINE, processes, has_stages) for has_stages in (False, True))
+    assert len(model.traces) == 1 < len(full_model.traces)
+    assert model.step().seconds == pytest.approx(full_model.step().seconds, rel=0.1)
+    largest, expected = (max(x.memory(rank).step for rank in range(2)) for x in (model, full_model))
+    assert largest == pytest.approx(expected, rel=0.15)
+
+
+@needs_compiler
+def test_chunks_of_a_weight() -> None:
+    """They are those of `fully_shard` on every rank, also if rows are fewer than ranks."""
+    for rows, ranks in ((8, 4), (7, 4), (5, 4), (3, 8)):
+        weight = torch.arange(2 * rows).view(rows, 2)
+        for rank, chunk in enumerate(_chunk_with_empty(weight, ranks, dim=0)):
+            assert torch.equal(_Chunks(weight, ranks, 0)[rank], chunk)
 
 
 # -- times of made-up traces ---------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
 
 
 class _Chunks:
-    """The chunks of a tensor, made when they are read: `fully_shard` makes one for each rank and reads two."""
+    """Makes a chunk of a tensor when it is read. `fully_shard` makes one for each rank, and reads two."""
 
     def __init__(self, tensor: Tensor, number: int, dim: int) -> None:
         self._tensor, self._number, self._dim = tensor, number, dim
