@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from megatron.data import trains_preferences
 from megatron.model.pipeline_partition import partition_layers
@@ -403,6 +404,8 @@ def operation_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequen
         a, b = args[_PRODUCTS[name] :][:2]
         kind = "grouped" if "grouped" in name else "product"
         shape: tuple[int, ...] = (math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1])
+        if 0 in shape:
+            return None
         flops = 2.0 * math.prod(shape)
         if kind == "grouped":
             rows, columns, length = shape
@@ -443,15 +446,17 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _layer_bytes(engine: NativeEngine) -> dict[int, dict[str, int]]:
-    """Returns bytes between steps of each layer, by part. Gradients are divided by numbers of elements."""
-    parts = engine.tensors()
-    gradients = sum(map(local_bytes, parts["gradients"]))
-    elements = sum(shard.local.numel() for shard in engine.shards.trained)
+    """Returns bytes between steps of each layer, by part. Gradients are divided by numbers of elements, among
+    parameters that are not sharded, if there are any: only their gradients have memory between steps."""
+    gradients = sum(map(local_bytes, engine.tensors()["gradients"]))
+    full = [shard for shard in engine.shards.trained if not isinstance(shard.param, DTensor)]
+    owners = full or engine.shards.trained
+    elements = sum(shard.local.numel() for shard in owners)
     result: dict[int, Counter[str]] = {}
     for shard in (*engine.shards.trained, *engine.shards.frozen):
         sizes = result.setdefault(shard.layer, Counter())
         sizes.update(_shard_bytes(engine, shard))
-        if shard in engine.shards.trained:
+        if shard in owners:
             sizes["gradients"] += round(gradients * shard.local.numel() / elements)
     return {layer: dict(sizes) for layer, sizes in result.items()}
 

@@ -27,6 +27,10 @@ DEPENDS_ON = ("megatron.planning.dry_run", "megatron.planning.tracing")
 needs_compiler = pytest.mark.skipif(shim.lacking() is not None, reason=f"left out: {shim.lacking()}")
 PP2: dict[str, Any] = {"pipe_parallel_size": 2}
 EXPERTS: dict[str, Any] = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "expert_parallel_size": 2}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "zero_optimization": {"stage": 1},
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "zero 1": (4, {"zero_optimization": {"stage": 1}}),
@@ -45,6 +49,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pp2 zbv": (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 24}),
     "pp4 hybrid": (4, {"pipe_parallel_size": 4, "attention_config": [[["global"], 6], [["mamba2"], 6]]}),
+    "delta rules, zero 1": (2, {**DELTA, "attention_config": [[["gated_delta_net"], 3], [["kimi_delta_attention"], 3]]}),
+    "delta rules, recomputed": (
+        2, {"attention_config": [[["gated_delta_net", "global"], 3]], **DELTA, "checkpoint_activations": True},
+    ),
     "ep2": (2, EXPERTS),
     "two depths": (1, {"mtp_num_layers": 2}),
     "two depths, pp2 zero 1": (4, {**PP2, "mtp_num_layers": 2, "zero_optimization": {"stage": 1}}),
