@@ -14,17 +14,17 @@ from megatron.planning.machines import Machine
 from megatron.planning.operations import Operation
 from megatron.planning.size import model_size
 
-# How often a block's hidden states travel over tensor ranks, counted in all-reduces: two sums forward, two backward,
-# and again what is recomputed. Sharded hidden states are gathered once more for gradients of weights.
+# How often a block's hidden states travel over tensor ranks, counted in all-reduces: two sums forward, two
+# backward, and again what is recomputed. Sharded hidden states are gathered once more for weights' gradients.
 _TRAVELS = {"none": 4.0, "selective": 4.0, "full": 5.0}
 _SHARDED_TRAVELS = 6.5
 _QUANTIZED = 0.65  # bytes of a weight in 4 bits, with its scales
-# Bytes that a block moves besides products, forward and backward, for each element of hidden states, and for each
-# element between the products of its feed-forward.
+# Bytes that a block moves besides products, forward and backward, for each element of hidden states, and for
+# each element between the products of its feed-forward.
 _ELEMENTWISE, _BETWEEN = 60, 20
 _ROUTED = 24  # bytes for each element that goes to an expert and comes back
 _LOGIT = 14  # bytes for each logit
-# Bytes of a micro-batch for each parameter of a rank, by ZeRO stage: gradients are added up, weights gathered.
+# Bytes of a micro-batch for each parameter of a rank, by ZeRO stage: sums of gradients, gathered weights.
 _PARAMETER = {0: 14, 1: 14, 2: 10, 3: 22}
 
 
@@ -234,7 +234,10 @@ class Estimator(MemoryEstimator):
         if self._args.pipe_partition_method.lower() in ("parameters", "flops"):
             return max((blocks + head) / (layout.pipe * blocks), 1 / number), False
         each, left = divmod(number, stages)
-        ranks = [(layout.chunks * each + -(-left // layout.pipe)) / number, (layout.chunks * each + left // layout.pipe) / number]
+        ranks = [
+            (layout.chunks * each + -(-left // layout.pipe)) / number,
+            (layout.chunks * each + left // layout.pipe) / number,
+        ]
         return (ranks[1], True) if ranks[1] * blocks + head > ranks[0] * blocks else (ranks[0], False)
 
     def _collective(self, tensor: int, pipe: int, expert: int) -> tuple[float, float]:

@@ -19,7 +19,7 @@ class Operation(NamedTuple):
     shape: of a product, (rows, columns, summed length); of "grouped" also the number of groups, whose rows
         are added up. dtype: of the operands.
     ranks, axis: of a collective, the global ranks of its group, and what they share. times: how often it
-        runs.
+        runs. launches: how many kernels the host starts for it.
     """
 
     kind: str
@@ -31,6 +31,7 @@ class Operation(NamedTuple):
     ranks: tuple[int, ...] = ()
     axis: str = ""
     times: int = 1
+    launches: int = 1
 
 
 def merged(operations: Iterable[Operation]) -> tuple[Operation, ...]:

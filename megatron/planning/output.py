@@ -201,8 +201,8 @@ def _search_items(plan: Plan, search: Search) -> Iterator[str | Table]:
         yield f"no layout leaves {SPARE:.0%} of the memory free: {counts}; take more GPUs"
         return
     yield (
-        f"{search.estimated:,} layouts estimated, {search.recorded} recorded. The fastest planned that leave {SPARE:.0%} "
-        f"of the memory free (as it is, a step takes {plan.time.seconds:.3g} s):"
+        f"{search.estimated:,} layouts estimated, {search.recorded} recorded. The fastest planned that leave "
+        f"{SPARE:.0%} of the memory free (as it is, a step takes {plan.time.seconds:.3g} s):"
     )
     columns = ("tensor", "sequence", "pipe", "context", "expert", "zero", "rows", "recompute", "schedule", "chunks")
     rows = []

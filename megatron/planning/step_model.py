@@ -171,7 +171,7 @@ class StepModel:
                 operation = operation._replace(dtype="tf32")
             if part is not None and part != "pipe":
                 seconds[part] += operation.times * self.machine.seconds(operation)
-                seconds["host"] += operation.times * self.machine.reached.host
+                seconds["host"] += operation.times * operation.launches * self.machine.reached.host
         return seconds
 
     def _part(self, operation: Operation) -> str | None:

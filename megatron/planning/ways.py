@@ -75,7 +75,10 @@ def _changes(args: NeoXArgs, gpus_per_node: int) -> Iterator[dict[str, Any]]:
 
 
 def evaluated(
-    args: NeoXArgs, all_changes: Sequence[Mapping[str, Any]], machine: Machine, processes: Processes,
+    args: NeoXArgs,
+    all_changes: Sequence[Mapping[str, Any]],
+    machine: Machine,
+    processes: Processes,
     has_stages: bool = True,
 ) -> list[Way]:
     """Returns all changes with their cost, but for those that the configuration refuses.

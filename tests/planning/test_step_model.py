@@ -49,7 +49,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pp2 zbv": (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 24}),
     "pp4 hybrid": (4, {"pipe_parallel_size": 4, "attention_config": [[["global"], 6], [["mamba2"], 6]]}),
-    "delta rules, zero 1": (2, {**DELTA, "attention_config": [[["gated_delta_net"], 3], [["kimi_delta_attention"], 3]]}),
+    "delta rules, zero 1": (
+        2, {**DELTA, "attention_config": [[["gated_delta_net"], 3], [["kimi_delta_attention"], 3]]},
+    ),
     "delta rules, recomputed": (
         2, {"attention_config": [[["gated_delta_net", "global"], 3]], **DELTA, "checkpoint_activations": True},
     ),

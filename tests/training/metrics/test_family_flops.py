@@ -10,8 +10,8 @@ from megatron.checkpointing.families.convert import from_hf
 from megatron.model import block_specs, layer_params, prediction_specs
 from megatron.model.layer_products import mixing_products
 from megatron.model.specs import AttentionSpec, GatedDeltaNetSpec, Mamba2Spec, MambaSpec, MixerSpec
-from megatron.objectives import language_modelling
 from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import language_modelling
 from megatron.training.metrics.flops import model_flops
 from tests.checkpointing.family_models import CASES, VOCAB, on_disk, random_model
 from tests.marks import with_more
@@ -45,7 +45,7 @@ def test_flops_are_those_of_torchs_counter(case: str) -> None:
 
 
 def counted_products(mixer: MixerSpec | None) -> float:
-    """Multiplications of a token in the products of a mixer that transformers runs as products, full squares."""
+    """Multiplications of a token in a mixer's products, as transformers runs them: full squares."""
     match mixer:
         case AttentionSpec():
             return CHUNK * mixer.heads * (mixer.head_dim + mixer.value_dim)
@@ -119,7 +119,9 @@ def test_flops_of_deepseek_3_with_multi_token_prediction() -> None:
         stage(None, batch, lambda head: objective.loss_sum(head, batch, None)[0]).backward()
     flops = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     mixers = [spec.mixer for spec in (*block_specs(args), *prediction_specs(args))]
-    widths = sum(mixer.heads * (mixer.head_dim + mixer.value_dim) for mixer in mixers if isinstance(mixer, AttentionSpec))
+    widths = sum(
+        mixer.heads * (mixer.head_dim + mixer.value_dim) for mixer in mixers if isinstance(mixer, AttentionSpec)
+    )
     square = 6 * ROWS * SEQ**2 * widths
     assert flops["aten.bmm"] == pytest.approx(square)
     assert model_flops(args) == pytest.approx(counter.get_total_flops() - square / 2, rel=1e-3)
