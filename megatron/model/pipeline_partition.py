@@ -100,10 +100,10 @@ def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]
     # The best split of the first n layers, by n: (largest, -smallest weight of a stage, bounds of the
     # stages).
     cuts: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, -math.inf, (0,))}
-    for later in reversed(range(stages)):
+    for stages_left in reversed(range(stages)):
         # The stages after this one need a block each, and the last stage takes all that is left.
-        stops = [stop for stop in range(1, len(specs) + 1) if blocks[-1] - blocks[stop] >= later]
-        stops = stops if later else stops[-1:]
+        stops = [stop for stop in range(1, len(specs) + 1) if blocks[-1] - blocks[stop] >= stages_left]
+        stops = stops if stages_left else stops[-1:]
         ways = [
             (
                 max(largest, weight[stop] - weight[start]),

@@ -21,7 +21,7 @@ _SHARDED_TRAVELS = 6.5
 _QUANTIZED = 0.65  # bytes of a weight in 4 bits, with its scales
 # Bytes that a block moves besides products, forward and backward, for each element of hidden states, and for
 # each element between the products of its feed-forward.
-_ELEMENTWISE, _BETWEEN = 60, 20
+_ELEMENTWISE, _FFN_ELEMENTWISE = 60, 20
 _ROUTED = 24  # bytes for each element that goes to an expert and comes back
 _LOGIT = 14  # bytes for each logit
 # Bytes of a micro-batch for each parameter of a rank, by ZeRO stage: sums of gradients, gathered weights.
@@ -88,8 +88,11 @@ class Estimate(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Seconds of a micro-batch in all blocks: forward, of memory-bound operations, with backward, of an
-    all-reduce of hidden states over tensor ranks in each, of other collectives; and in the head."""
+    """Seconds of a micro-batch in all blocks, and in the head.
+
+    forward, full: without and with backward. elementwise: of memory-bound operations. travel: of an all-reduce
+    of hidden states over tensor ranks in each block. exchanges: of other collectives.
+    """
 
     forward: float
     elementwise: float
@@ -233,10 +236,10 @@ class Estimator(MemoryEstimator):
             return 1.0, True
         if self._args.pipe_partition_method.lower() in ("parameters", "flops"):
             return max((blocks + head) / (layout.pipe * blocks), 1 / number), False
-        each, left = divmod(number, stages)
+        blocks_each, left = divmod(number, stages)
         ranks = [
-            (layout.chunks * each + -(-left // layout.pipe)) / number,
-            (layout.chunks * each + left // layout.pipe) / number,
+            (layout.chunks * blocks_each + -(-left // layout.pipe)) / number,
+            (layout.chunks * blocks_each + left // layout.pipe) / number,
         ]
         return (ranks[1], True) if ranks[1] * blocks + head > ranks[0] * blocks else (ranks[0], False)
 
@@ -251,7 +254,7 @@ class Estimator(MemoryEstimator):
         """Returns the seconds of a micro-batch in all blocks, on the ranks of a pipeline together."""
         args, machine = self._args, self._machine
         tokens = rows * self._sample_tokens // context
-        products = forward = between = 0.0
+        products = forward = ffn_elements = 0.0
         dtype = "float8_e4m3fn" if args.precision_fp8 not in (None, "off") else "bfloat16"
         for (shape, axis, experts), count in self._matrices.items():
             high, wide = (n // tensor if i == axis else n for i, n in enumerate(shape))
@@ -269,7 +272,7 @@ class Estimator(MemoryEstimator):
             forward += count * times[0]
             products += count * sum(times)
             if axis == 0 or experts:
-                between += count * length * high
+                ffn_elements += count * length * high
         predictions = prediction_specs(args)
         mixers = [block.mixer for block in (*block_specs(args), *predictions)]
         scores = 2.0 * 2.0 * tokens / tensor * sum(mixing_products(mixer, args.seq_length) for mixer in mixers)
@@ -280,7 +283,7 @@ class Estimator(MemoryEstimator):
             forward += seconds if factor == 1.0 else 0.0
         copy = machine.gpu.bandwidth * 1e9 * reached.copy
         hidden = args.num_layers * tokens * args.hidden_size
-        moved = _ELEMENTWISE * hidden / (tensor if sequence else 1) + _BETWEEN / 2 * between
+        moved = _ELEMENTWISE * hidden / (tensor if sequence else 1) + _FFN_ELEMENTWISE / 2 * ffn_elements
         moved += _ROUTED * args.moe_top_k * hidden if args.moe_num_experts > 1 else 0
         elementwise = moved / copy + 30 * args.num_layers * (reached.launch + reached.host)
         forward += elementwise / 3

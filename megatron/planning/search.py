@@ -174,8 +174,10 @@ class _Searching:
         return list(islice(self._faster(), number)) if len(self.recorded) < _MOST_RECORDED else self._best_recorded()
 
     def _faster(self) -> Iterator[Layout]:
-        """Yields layouts that are not recorded, are allowed, and seem to fit and to be faster, best first; if
-        there are none, the best of the recorded layouts, if it is not planned."""
+        """Yields layouts that are allowed, not recorded, and seem to fit and to be faster, best first.
+
+        If there are none, it yields the best of the recorded layouts, if that is not planned.
+        """
         ways = [way for way in self.recorded.values() if self._is_small(way.step_bytes)]
         limit = (1 - _GAIN) * min((way.seconds for way in ways), default=float("inf"))
         seconds = {layout: self._corrected(layout) for layout in self.estimates if layout not in self.recorded}

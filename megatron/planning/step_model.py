@@ -367,7 +367,7 @@ class StepModel:
         traced = sum(sum(sizes.values()) for sizes in trace.layer_bytes.values())
         kept_bytes = parts.total() + trace.kept_bytes - traced
         peak = live = kept_bytes
-        taken = Counter[tuple[int, int]]()  # by passes of a stage and a micro-batch
+        micro_batch_bytes = Counter[tuple[int, int]]()  # by passes of a stage and a micro-batch
         for action in self.tables[rank]:
             place = self._place_of(action.micro_batch)
             if self.placement.ranks == 1 and place == "middle":
@@ -375,10 +375,10 @@ class StepModel:
             highest, growth = self._growth(action.stage, action.kind, place)
             peak = max(peak, live + highest)
             if not self._has_stages and place == "middle" and action.kind in ("backward", "backward_weight"):
-                growth = -taken[action[1:]]  # there is no middle micro-batch in the trace
+                growth = -micro_batch_bytes[action[1:]]  # there is no middle micro-batch in the trace
             elif action.kind == "backward_weight" and self._divides_backward:
-                growth = self._left_bytes(action.stage, place) - taken[action[1:]]
-            taken[action[1:]] += growth
+                growth = self._left_bytes(action.stage, place) - micro_batch_bytes[action[1:]]
+            micro_batch_bytes[action[1:]] += growth
             live += growth
         return Memory(dict(parts), kept_bytes, peak)
 
@@ -400,10 +400,10 @@ class StepModel:
         return self._growths[key]
 
     def _left_bytes(self, stage: int, place: str) -> int:
-        """Returns the bytes that a micro-batch whose backward is divided leaves on a stage: buffers of
-        gradients and gathered weights, as in the trace for each layer.
+        """Returns the bytes that a micro-batch leaves on a stage after a divided backward.
 
-        The end of its last pass frees what all layers hold, so that layers cannot be added up.
+        They are buffers of gradients and gathered weights, as in the trace for each weight. The end of the last
+        pass frees what all layers hold, so that layers cannot be added up.
         """
         trace = self.trace_of(self.placement.rank_of(stage))
         layers, kinds = self._traced_chunk(stage), ("forward", "backward_input", "backward_weight", "sum")

@@ -138,7 +138,7 @@ def test_one_stage_that_stands_for_all(name: str, processes: Processes) -> None:
 
 @needs_compiler
 def test_chunks_of_a_weight() -> None:
-    """They are those of `fully_shard` on every rank, also if rows are fewer than ranks."""
+    """Every rank has the chunk that `fully_shard` gives it, also if rows are fewer than ranks."""
     for rows, ranks in ((8, 4), (7, 4), (5, 4), (3, 8)):
         weight = torch.arange(2 * rows).view(rows, 2)
         for rank, chunk in enumerate(_chunk_with_empty(weight, ranks, dim=0)):

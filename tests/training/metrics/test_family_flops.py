@@ -58,7 +58,7 @@ def counted_products(mixer: MixerSpec | None) -> float:
 
 
 def uncounted_products(mixer: MixerSpec | None) -> float:
-    """What `model_flops` counts besides, less what causality and shared keys leave out."""
+    """Multiplications that `model_flops` counts besides, less those that causality and shared keys leave out."""
     match mixer:
         case AttentionSpec():
             return -counted_products(mixer) / 2
@@ -94,9 +94,9 @@ def test_flops_of_families_with_scans(case: str) -> None:
     assert with_weights == pytest.approx(model_flops(args) / 3 - multiplications * mixing, rel=1e-3)
     if not any(isinstance(mixer, Mamba2Spec) for mixer in mixers):  # which transformers runs without products
         assert flops["aten.bmm"] == multiplications * sum(map(counted_products, mixers))
-        counted = with_weights + flops["aten.bmm"]
+        counted_flops = with_weights + flops["aten.bmm"]
         assert model_flops(args) / 3 == pytest.approx(
-            counted + multiplications * sum(map(uncounted_products, mixers)), rel=1e-3
+            counted_flops + multiplications * sum(map(uncounted_products, mixers)), rel=1e-3
         )
 
 
