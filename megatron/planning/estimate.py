@@ -90,8 +90,8 @@ class Estimate(NamedTuple):
 class _Pass(NamedTuple):
     """Seconds of a micro-batch in all blocks, and in the head.
 
-    forward, full: without and with backward. elementwise: of memory-bound operations. travel: of an all-reduce
-    of hidden states over tensor ranks in each block. exchanges: of other collectives.
+    forward, full: without and with backward. elementwise: of memory-bound operations. travel: of an
+    all-reduce of hidden states over tensor ranks in each block. exchanges: of other collectives.
     """
 
     forward: float

@@ -402,8 +402,8 @@ class StepModel:
     def _left_bytes(self, stage: int, place: str) -> int:
         """Returns the bytes that a micro-batch leaves on a stage after a divided backward.
 
-        They are buffers of gradients and gathered weights, as in the trace for each weight. The end of the last
-        pass frees what all layers hold, so that layers cannot be added up.
+        They are buffers of gradients and gathered weights, as in the trace for each weight. The end of the
+        last pass frees what all layers hold, so that layers cannot be added up.
         """
         trace = self.trace_of(self.placement.rank_of(stage))
         layers, kinds = self._traced_chunk(stage), ("forward", "backward_input", "backward_weight", "sum")

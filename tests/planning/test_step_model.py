@@ -193,6 +193,9 @@ def test_a_host_that_is_slower_than_the_device() -> None:
     slow = replace(MACHINE, reached=MACHINE.reached._replace(host=1.5))
     step = made_up(4, 1, 1, {}).on(slow).step()
     assert step.seconds == pytest.approx(4 * (1.5 + 3.0)) and step.parts["host"] == pytest.approx(6)
+    looped = Operation("grouped", "", 0.0, 0.0, (128, 128, 128, 8), "bfloat16", launches=8)
+    step = made_up(4, 1, 1, {}, looped).on(slow).step()
+    assert step.seconds == pytest.approx(4 * (9 + 2 + 8) * 1.5, rel=1e-3), "8 more in each pass of a block"
 
 
 def test_a_stage_does_not_wait_for_sums_of_another() -> None:

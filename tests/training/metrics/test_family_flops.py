@@ -58,7 +58,7 @@ def counted_products(mixer: MixerSpec | None) -> float:
 
 
 def uncounted_products(mixer: MixerSpec | None) -> float:
-    """Multiplications that `model_flops` counts besides, less those that causality and shared keys leave out."""
+    """Multiplications that `model_flops` counts besides, less those that causality leaves out."""
     match mixer:
         case AttentionSpec():
             return -counted_products(mixer) / 2
