@@ -243,6 +243,12 @@ class Estimator(MemoryEstimator):
         ]
         return (ranks[1], True) if ranks[1] * blocks + head > ranks[0] * blocks else (ranks[0], False)
 
+    @cached_property
+    def _mixing(self) -> float:
+        """The multiplications of a token in all mixers besides products with weights."""
+        blocks = (*block_specs(self._args), *prediction_specs(self._args))
+        return sum(mixing_products(block.mixer, self._args.seq_length) for block in blocks)
+
     def _collective(self, tensor: int, pipe: int, expert: int) -> tuple[float, float]:
         """Returns the seconds in which gradients are summed over data ranks once, and weights gathered."""
         layout = Layout(tensor, False, pipe, 1, expert, 1, 1, "none", "1f1b", 1)
@@ -273,9 +279,7 @@ class Estimator(MemoryEstimator):
             products += count * sum(times)
             if axis == 0 or experts:
                 ffn_elements += count * length * high
-        predictions = prediction_specs(args)
-        mixers = [block.mixer for block in (*block_specs(args), *predictions)]
-        scores = 2.0 * 2.0 * tokens / tensor * sum(mixing_products(mixer, args.seq_length) for mixer in mixers)
+        scores = 2.0 * 2.0 * tokens / tensor * self._mixing
         reached = machine.reached
         for share, factor in ((reached.attention, 1.0), (reached.attention_backward, 2.5)):
             seconds = factor * scores / 2 / (machine.gpu.bf16 * 1e12 * share)
@@ -299,7 +303,7 @@ class Estimator(MemoryEstimator):
             exchanges += machine.collective_seconds("all_gather", size * context / 2, members) * args.num_layers
         shape = tokens, args.padded_vocab_size // tensor, args.hidden_size
         flops = 2.0 * tokens * head_products(args) / tensor
-        heads = 1 + len(predictions)  # each block of multi-token prediction runs the output layer again
+        heads = 1 + (args.mtp_num_layers or 0)  # each block of multi-token prediction runs the output layer again
         logits = _LOGIT * tokens * args.padded_vocab_size / tensor / copy
         head = heads * (3 * machine.seconds(Operation("product", "", flops, 0.0, shape, "bfloat16")) + logits)
         return _Pass(forward, elementwise, products + elementwise, travel, exchanges, head)
