@@ -117,6 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return sweep(argv[1:])
         if argv[:1] == ["plan"]:
+            if argv[1:2] != ["calibrate"]:  # measures the real device
+                from megatron.planning.processes import prepare_forks
+
+                prepare_forks()
             from megatron.planning.command import main as plan
 
             return plan(argv[1:], install_root())

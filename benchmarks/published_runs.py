@@ -23,7 +23,7 @@ import yaml
 from megatron.launch.gpus import read_gpus
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.machines import Link, Machine, Reached, read_links, read_reached
-from megatron.planning.operations import Trace
+from megatron.planning.operations import Segment, Trace
 from megatron.planning.processes import Processes
 from megatron.planning.ranks import trace_steps, traced_args, without_pipeline
 from megatron.process import run_command
@@ -46,8 +46,8 @@ class Framework(NamedTuple):
     fused: whether these run in fused kernels, also where a row does not say "torch.compile".
     flash: attention is FlashAttention 2's. zero: ZeRO stage, where a row does not say it. fp8_experts:
     whether FP8 is also for products of experts. fp8_gathers: whether activations are gathered over tensor
-    ranks in FP8. overlap, host, tensor: factors of the same of
-    `Reached`.
+    ranks in FP8. overlap, host, tensor: factors of the same of `Reached`. expert_loop: the host starts a
+    product for each expert.
     """
 
     product: float = 1.0
@@ -57,7 +57,8 @@ class Framework(NamedTuple):
     tensor: float = 1.0
     fused: bool = True
     flash: bool = False
-    host: float = 1.0
+    host: float = 8.0
+    expert_loop: bool = False
     zero: int = 1
     fp8_experts: bool = False
     fp8_gathers: bool = False
@@ -173,6 +174,8 @@ def model_of(row: Mapping[str, Any], trace: Trace, framework: Framework, machine
 
     if row["precision"] == "fp8":
         trace = replace(trace, segments=tuple(_with_fp8(trace, framework)))
+    if framework.expert_loop:
+        trace = replace(trace, segments=tuple(map(_with_expert_loop, trace.segments)))
     return StepModel(planned_args_of(row, framework), [trace], machine, framework.fused)
 
 
@@ -194,6 +197,15 @@ def _with_fp8(trace: Trace, framework: Framework) -> Iterator[Any]:
                 operation = operation._replace(size=operation.size / 2)
             operations.append(operation)
         yield segment._replace(operations=tuple(operations))
+
+
+def _with_expert_loop(segment: Segment) -> Segment:
+    """Returns a segment in which the host starts a product for each expert of a rank."""
+    operations = (
+        operation._replace(launches=operation.shape[-1]) if operation.kind == "grouped" else operation
+        for operation in segment.operations
+    )
+    return segment._replace(operations=tuple(operations))
 
 
 def tflops(row: Mapping[str, Any]) -> float:

@@ -94,7 +94,8 @@ class Tuning:
         for number, initial_value in self.initial_values.items():
             places = [i for i, owners in enumerate(self._owners) if number.owner in owners]
             best, old = self._cost(number, initial_value, places), self.value(number)
-            low, high = _LIMITS.get(number.name, (0.2, 6.0)) if number.owner in self.reached else (0.2, 6.0)
+            limits = _LIMITS if number.owner in self.reached else {"host": (0.2, 20.0)}
+            low, high = limits.get(number.name, (0.2, 6.0))
             for value in (old * (1 + step), old / (1 + step)):
                 old_errors = [self.errors[i] for i in places]
                 if not low <= value <= (1.0 if number.name == "tensor" else high):

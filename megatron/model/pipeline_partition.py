@@ -100,7 +100,10 @@ def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]
     # The best split of the first n layers, by n: (largest, -smallest weight of a stage, bounds of the
     # stages).
     cuts: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0, -math.inf, (0,))}
-    for _ in range(stages):
+    for stages_left in reversed(range(stages)):
+        # The stages after this one need a block each, and the last stage takes all that is left.
+        stops = [stop for stop in range(1, len(specs) + 1) if blocks[-1] - blocks[stop] >= stages_left]
+        stops = stops if stages_left else stops[-1:]
         ways = [
             (
                 max(largest, weight[stop] - weight[start]),
@@ -108,7 +111,7 @@ def partition_layers(args: ModelArgs, stages: int) -> list[tuple[LayerSpec, ...]
                 (*bounds, stop),
             )
             for start, (largest, smallest, bounds) in cuts.items()
-            for stop in range(start + 1, len(specs) + 1)
+            for stop in stops
             if blocks[stop] > blocks[start]
         ]
         cuts = {}

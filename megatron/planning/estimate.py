@@ -14,9 +14,18 @@ from megatron.planning.machines import Machine
 from megatron.planning.operations import Operation
 from megatron.planning.size import model_size
 
-_TRAVELS_IN_BLOCK = 4  # of hidden states over tensor ranks: two sums forward, two backward
+# How often a block's hidden states travel over tensor ranks, counted in all-reduces: two sums forward, two
+# backward, and again what is recomputed. Sharded hidden states are gathered once more for weights' gradients.
+_TRAVELS = {"none": 4.0, "selective": 4.0, "full": 5.0}
+_SHARDED_TRAVELS = 6.5
 _QUANTIZED = 0.65  # bytes of a weight in 4 bits, with its scales
-_ELEMENTWISE = 48  # bytes that a block moves besides products, for each element of a token, forward and backward
+# Bytes that a block moves besides products, forward and backward, for each element of hidden states, and for
+# each element between the products of its feed-forward.
+_ELEMENTWISE, _FFN_ELEMENTWISE = 60, 20
+_ROUTED = 24  # bytes for each element that goes to an expert and comes back
+_LOGIT = 14  # bytes for each logit
+# Bytes of a micro-batch for each parameter of a rank, by ZeRO stage: sums of gradients, gathered weights.
+_PARAMETER = {0: 14, 1: 14, 2: 10, 3: 22}
 
 
 class Layout(NamedTuple):
@@ -79,13 +88,16 @@ class Estimate(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Seconds of a micro-batch in all blocks: forward, of memory-bound operations, with backward, of
-    collectives over tensor ranks and others; and in the head."""
+    """Seconds of a micro-batch in all blocks, and in the head.
+
+    forward, full: without and with backward. elementwise: of memory-bound operations. travel: of an
+    all-reduce of hidden states over tensor ranks in each block. exchanges: of other collectives.
+    """
 
     forward: float
     elementwise: float
     full: float
-    tensor: float
+    travel: float
     exchanges: float
     head: float
 
@@ -105,7 +117,7 @@ class MemoryEstimator:
         """Returns `states` and `activations` of an Estimate."""
         micro_batches = self._batch // (self._data(layout) * layout.rows)
         shares = len(self._data_ranks(layout))
-        states = self._states(layout, self._parameters(layout), shares)
+        states = self._states(layout, self._parameters(layout), shares, micro_batches)
         return states, self._activations(layout, micro_batches, self._args.num_layers)
 
     def _data(self, layout: Layout) -> int:
@@ -141,7 +153,7 @@ class MemoryEstimator:
         edges = self._args.padded_vocab_size * self._args.hidden_size / layout.tensor
         return blocks / layout.pipe + edges * (1 if layout.pipe > 1 or not self._args.no_weight_tying else 2)
 
-    def _states(self, layout: Layout, size: float, shares: int) -> float:
+    def _states(self, layout: Layout, size: float, shares: int, micro_batches: int) -> float:
         """size: parameters of a rank. shares: ranks over which ZeRO shards."""
         block = size * layout.pipe / self._args.num_layers
         trained = self._trained_share
@@ -150,7 +162,8 @@ class MemoryEstimator:
         element = _QUANTIZED if is_quantized else self._element
         weights = element * (size if layout.zero < 3 else 2 * block)
         shards = element * (1 - trained) * size / shares if layout.zero else 0.0  # of frozen weights, beside copies
-        gradients = 4.0 * trained * (size if layout.zero < 2 else size / shares + 2 * block)
+        are_summed_at_once = layout.zero > 1 or (layout.zero == 1 and micro_batches == 1)
+        gradients = 4.0 * trained * (size / shares + 2 * block if are_summed_at_once else size)
         return optimizer + weights + shards + gradients
 
     @cached_property
@@ -165,7 +178,10 @@ class MemoryEstimator:
         for (shape, axis, experts), count in self._matrices.items():
             share = self._args.moe_top_k / experts if experts else 1.0
             wide += self._element * rows * count / blocks * share * (shape[0] / (layout.tensor if axis == 0 else 1))
-        block_bytes = {"none": 4 * hidden + 2 * wide, "selective": 3 * hidden + wide, "full": hidden}[layout.recompute]
+        full = 4 * hidden + 2 * wide
+        block_bytes = {"none": full, "selective": 3 * hidden + wide, "full": hidden}[layout.recompute]
+        if layout.schedule == "zero_bubble":  # the last rank leaves all its products for weights for later
+            block_bytes = full
         held = min(layout.pipe + (layout.pipe - 1) / layout.chunks * (layout.chunks > 1), micro_batches)
         return held * blocks / layout.pipe * block_bytes + (4 * hidden + 2 * wide) + 6 * hidden
 
@@ -176,73 +192,108 @@ class Estimator(MemoryEstimator):
     def __init__(self, args: NeoXArgs, machine: Machine) -> None:
         super().__init__(args)
         self._machine = machine
-        self._passes = cache(self._pass)
+        self._passes, self._collectives = cache(self._pass), cache(self._collective)
 
     def estimate(self, layout: Layout) -> Estimate:
         """Returns seconds and memory of a layout."""
         machine = self._machine
         micro_batches = self._batch // (self._data(layout) * layout.rows)
-        work = self._passes(layout.tensor, layout.context, layout.expert, layout.rows)
+        work = self._passes(layout.tensor, layout.sequence, layout.context, layout.expert, layout.rows)
         recomputed = {"none": 0.0, "selective": work.elementwise / 3, "full": work.forward}[layout.recompute]
-        tensor = work.tensor * (1.5 if layout.recompute == "full" else 1.0)
-        parts = {"computation": micro_batches * (work.full / layout.pipe + work.head)}
-        parts["recomputation"] = micro_batches * recomputed / layout.pipe
-        parts["communication: tensor"] = micro_batches * tensor / layout.pipe
-        parts["communication: expert, context"] = micro_batches * work.exchanges / layout.pipe
-        # Layers are shared out so that the stage with the head has fewer.
-        stage = sum(parts.values()) / micro_batches + (1 / layout.pipe - 1) * work.head
+        travels = work.travel * (_SHARDED_TRAVELS if layout.sequence else _TRAVELS[layout.recompute])
+        exchanges = work.exchanges * (1.5 if layout.recompute == "full" else 1.0)
+        size, copy = self._parameters(layout), machine.gpu.bandwidth * 1e9 * machine.reached.copy
+        summed = _PARAMETER[layout.zero] * size / copy
+        share, has_head = self._busiest(layout, work.full + recomputed + travels + exchanges, work.head)
+        head = work.head * has_head
+        parts = {"computation": micro_batches * (share * work.full + head + summed)}
+        parts["recomputation"] = micro_batches * share * recomputed
+        parts["communication: tensor"] = micro_batches * share * travels
+        parts["communication: expert, context"] = micro_batches * share * exchanges
+        stage = sum(parts.values()) / micro_batches
         if layout.pipe > 1:
-            parts["computation"] = micro_batches * (work.full + work.head) / layout.pipe
             idle = (layout.pipe - 1) * stage / {"1f1b": 1, "interleaved": layout.chunks}.get(layout.schedule, 3)
             ends = 0, self._world // layout.pipe
             message = machine.collective_seconds("send", self._hidden_bytes(layout), ends)
             parts["pipeline"] = idle + 2 * message * (layout.pipe + 0.1 * layout.chunks * micro_batches)
-        size, members = self._parameters(layout), self._data_ranks(layout)
         passes = micro_batches if layout.zero > 1 else 1
         gathers = 2 * passes if layout.zero == 3 else 1
-        sums = machine.collective_seconds("reduce_scatter", 4 * size, members) * passes
-        travels = sums + machine.collective_seconds("all_gather", 2 * size, members) * gathers
+        sums, gather = self._collectives(layout.tensor, layout.pipe, layout.expert)
+        moved = sums * passes + gather * gathers
         hiding = stage * passes
-        parts["communication: data"] = max(travels - hiding, 0.0) + machine.reached.overlap * min(travels, hiding)
-        shares = len(members)
-        updated = size / (shares if layout.zero else 1)
-        parts["update"] = 28 * updated / (machine.gpu.bandwidth * 1e9 * machine.reached.copy)
+        parts["communication: data"] = max(moved - hiding, 0.0) + machine.reached.overlap * min(moved, hiding)
+        shares = len(self._data_ranks(layout))
+        parts["update"] = 28 * size / (shares if layout.zero else 1) / copy
         return Estimate(parts, *self.memory(layout))
 
-    def _pass(self, tensor: int, context: int, expert: int, rows: int) -> _Pass:
+    def _busiest(self, layout: Layout, blocks: float, head: float) -> tuple[float, bool]:
+        """Returns the share of all blocks that the busiest pipeline rank has, and whether it has the head.
+
+        blocks, head: seconds of all of them.
+        """
+        number, stages = self._args.num_layers, layout.pipe * layout.chunks
+        if layout.pipe == 1:
+            return 1.0, True
+        if self._args.pipe_partition_method.lower() in ("parameters", "flops"):
+            return max((blocks + head) / (layout.pipe * blocks), 1 / number), False
+        blocks_each, left = divmod(number, stages)
+        ranks = [
+            (layout.chunks * blocks_each + -(-left // layout.pipe)) / number,
+            (layout.chunks * blocks_each + left // layout.pipe) / number,
+        ]
+        return (ranks[1], True) if ranks[1] * blocks + head > ranks[0] * blocks else (ranks[0], False)
+
+    @cached_property
+    def _mixing(self) -> float:
+        """The multiplications of a token in all mixers besides products with weights."""
+        blocks = (*block_specs(self._args), *prediction_specs(self._args))
+        return sum(mixing_products(block.mixer, self._args.seq_length) for block in blocks)
+
+    def _collective(self, tensor: int, pipe: int, expert: int) -> tuple[float, float]:
+        """Returns the seconds in which gradients are summed over data ranks once, and weights gathered."""
+        layout = Layout(tensor, False, pipe, 1, expert, 1, 1, "none", "1f1b", 1)
+        size, members = self._parameters(layout), self._data_ranks(layout)
+        seconds = self._machine.collective_seconds
+        return seconds("reduce_scatter", 4 * size, members), seconds("all_gather", 2 * size, members)
+
+    def _pass(self, tensor: int, sequence: bool, context: int, expert: int, rows: int) -> _Pass:
         """Returns the seconds of a micro-batch in all blocks, on the ranks of a pipeline together."""
         args, machine = self._args, self._machine
         tokens = rows * self._sample_tokens // context
-        products = forward = 0.0
+        products = forward = ffn_elements = 0.0
         dtype = "float8_e4m3fn" if args.precision_fp8 not in (None, "off") else "bfloat16"
         for (shape, axis, experts), count in self._matrices.items():
             high, wide = (n // tensor if i == axis else n for i, n in enumerate(shape))
-            kind, length = "product", tokens
-            groups: tuple[int, ...] = ()
+            kind, length, groups = "product", tokens, 1
             if experts:
-                kind, groups = "grouped", (max(experts // expert, 1),)
-                high, length = high // experts, tokens * args.moe_top_k
+                kind, groups, length = "grouped", max(experts // expert, 1), tokens * args.moe_top_k
+                high //= experts
+            flops = 2.0 * length * high * wide
+            moved = self._element * (length * (high + wide) + groups * high * wide)
+            number = (groups,) if experts else ()
             times = [
-                machine.seconds(Operation(kind, "", 2.0 * length * high * wide, 0.0, (*size, *groups), dtype))
-                for size in ((length, high, wide), (length, wide, high), (high * max(groups, default=1), wide, length))
+                machine.seconds(Operation(kind, "", flops, moved, (*size, *number), dtype))
+                for size in ((length, high, wide), (length, wide, high), (high * groups, wide, length))
             ]
             forward += count * times[0]
             products += count * sum(times)
-        predictions = prediction_specs(args)
-        mixers = [block.mixer for block in (*block_specs(args), *predictions)]
-        scores = 2.0 * 2.0 * tokens / tensor * sum(mixing_products(mixer, args.seq_length) for mixer in mixers)
+            if axis == 0 or experts:
+                ffn_elements += count * length * high
+        scores = 2.0 * 2.0 * tokens / tensor * self._mixing
         reached = machine.reached
         for share, factor in ((reached.attention, 1.0), (reached.attention_backward, 2.5)):
             seconds = factor * scores / 2 / (machine.gpu.bf16 * 1e12 * share)
             products += seconds
             forward += seconds if factor == 1.0 else 0.0
-        moved = _ELEMENTWISE * args.num_layers * tokens * args.hidden_size / tensor
-        elementwise = moved / (machine.gpu.bandwidth * 1e9 * reached.copy)
-        elementwise += 30 * args.num_layers * (reached.launch + reached.host)
+        copy = machine.gpu.bandwidth * 1e9 * reached.copy
+        hidden = args.num_layers * tokens * args.hidden_size
+        moved = _ELEMENTWISE * hidden / (tensor if sequence else 1) + _FFN_ELEMENTWISE / 2 * ffn_elements
+        moved += _ROUTED * args.moe_top_k * hidden if args.moe_num_experts > 1 else 0
+        elementwise = moved / copy + 30 * args.num_layers * (reached.launch + reached.host)
         forward += elementwise / 3
         group = tuple(range(tensor))
         size = 2.0 * tokens * args.hidden_size
-        travels = machine.collective_seconds("all_reduce", size, group) * _TRAVELS_IN_BLOCK * args.num_layers
+        travel = machine.collective_seconds("all_reduce", size, group) * args.num_layers * reached.tensor
         exchanges = 0.0
         if expert > 1:
             members = tuple(range(0, tensor * expert, tensor))
@@ -252,6 +303,7 @@ class Estimator(MemoryEstimator):
             exchanges += machine.collective_seconds("all_gather", size * context / 2, members) * args.num_layers
         shape = tokens, args.padded_vocab_size // tensor, args.hidden_size
         flops = 2.0 * tokens * head_products(args) / tensor
-        heads = 1 + len(predictions)  # each block of multi-token prediction runs the output layer again
-        head = 3 * heads * machine.seconds(Operation("product", "", flops, 0.0, shape, "bfloat16"))
-        return _Pass(forward, elementwise, products + elementwise, travels * reached.tensor, exchanges, head)
+        heads = 1 + (args.mtp_num_layers or 0)  # each block of multi-token prediction runs the output layer again
+        logits = _LOGIT * tokens * args.padded_vocab_size / tensor / copy
+        head = heads * (3 * machine.seconds(Operation("product", "", flops, 0.0, shape, "bfloat16")) + logits)
+        return _Pass(forward, elementwise, products + elementwise, travel, exchanges, head)

@@ -19,7 +19,7 @@ class Operation(NamedTuple):
     shape: of a product, (rows, columns, summed length); of "grouped" also the number of groups, whose rows
         are added up. dtype: of the operands.
     ranks, axis: of a collective, the global ranks of its group, and what they share. times: how often it
-        runs.
+        runs. launches: how many kernels the host starts for it.
     """
 
     kind: str
@@ -31,6 +31,7 @@ class Operation(NamedTuple):
     ranks: tuple[int, ...] = ()
     axis: str = ""
     times: int = 1
+    launches: int = 1
 
 
 def merged(operations: Iterable[Operation]) -> tuple[Operation, ...]:
@@ -51,7 +52,8 @@ class Segment(NamedTuple):
     """The work of a rank for one layer in one pass.
 
     layer: NeoX index; of the last norm, the head and the loss together, that of the norm.
-    phase: kind of the pass (`PassKind`), or "update", which is of all layers of the rank.
+    phase: kind of the pass (`PassKind`), "update", which is of all layers of the rank, or "sum", of all
+        layers of the stage: the end of a "backward_weight", which adds up gradients.
     begin_bytes, end_bytes, peak_bytes: of memory on the device, at both ends and at most between them.
     """
 

@@ -66,7 +66,7 @@ def _explained_facts(row: Explained) -> dict[str, Any]:
 
 def _search_facts(search: Search) -> dict[str, Any]:
     return {
-        "estimated": search.estimated, "planned": search.planned,
+        "estimated": search.estimated, "recorded": search.recorded, "planned": search.planned,
         "layouts": [
             {"layout": layout._asdict(), **way._asdict()}
             for layout, way in zip(search.layouts, search.best, strict=True)
@@ -197,12 +197,12 @@ def _memory_items(plan: Plan) -> Iterator[str | Table]:
 def _search_items(plan: Plan, search: Search) -> Iterator[str | Table]:
     assert plan.time is not None
     if not search.best:
-        counts = f"{search.estimated:,} estimated and {search.planned} planned"
+        counts = f"{search.estimated:,} estimated and {search.recorded} recorded"
         yield f"no layout leaves {SPARE:.0%} of the memory free: {counts}; take more GPUs"
         return
     yield (
-        f"{search.estimated:,} layouts estimated, {search.planned} of them planned. The fastest that leave {SPARE:.0%} "
-        f"of the memory free (as it is, a step takes {plan.time.seconds:.3g} s):"
+        f"{search.estimated:,} layouts estimated, {search.recorded} recorded. The fastest planned that leave "
+        f"{SPARE:.0%} of the memory free (as it is, a step takes {plan.time.seconds:.3g} s):"
     )
     columns = ("tensor", "sequence", "pipe", "context", "expert", "zero", "rows", "recompute", "schedule", "chunks")
     rows = []

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,8 +49,7 @@ class Processes:
         if self._pool is None:
             if (reason := shim.lacking()) is not None:
                 raise PlanError(reason)
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.number, context, _begin_process, (shim.build(),))
+            self._pool = _forks(self.number) if _has_fake_cuda() else _spawned(self.number)
         try:
             yield from self._pool.map(function, arguments)
         except BrokenProcessPool:
@@ -57,11 +57,42 @@ class Processes:
             raise PlanError(message) from None
 
 
-def _begin_process(library: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+def prepare_forks() -> None:
+    """Gives this process fake CUDA before it imports torch, so that `Processes` may be forks of it, which
+    begin with all that it has imported."""
+    if shim.lacking() is None and "torch" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        shim.preload(shim.build())
+
+
+def _has_fake_cuda() -> bool:
+    """Returns whether this process, whose torch is a CPU build, has a device all the same."""
+    import torch
+
+    return torch.accelerator.current_accelerator() is not None
+
+
+def _forks(number: int) -> ProcessPoolExecutor:
+    from megatron.planning.tracing import fake_cuda
+
+    with fake_cuda():  # imports, once for all forks, what it patches
+        return ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin_process)
+
+
+def _spawned(number: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(number, context, _begin_spawned, (shim.build(),))
+
+
+def _begin_spawned(library: Path) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     shim.preload(library)
+    _begin_process()
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
 
 
 def _follow(parent: int) -> None:

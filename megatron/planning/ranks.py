@@ -92,8 +92,10 @@ def without_pipeline(args: NeoXArgs) -> NeoXArgs:
     """Returns the configuration with one pipeline rank, on so many ranks fewer."""
     assert args.world_size is not None
     return args.replace(
-        pipe_parallel_size=1, pipeline_schedule="1f1b", virtual_pipeline_stages=None, pipeline_layers=None
-    ).for_world(args.world_size // max(args.pp, 1))
+        pipe_parallel_size=1, pipeline_schedule="1f1b", virtual_pipeline_stages=None, pipeline_layers=None,
+        train_batch_size=None, train_micro_batch_size_per_gpu=args.train_micro_batch_size_per_gpu,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+    ).for_world(args.world_size // max(args.pp, 1))  # fmt: skip
 
 
 def with_micro_batches(args: NeoXArgs, number: int) -> NeoXArgs:

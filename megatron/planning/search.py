@@ -1,7 +1,7 @@
 """Searches the fastest layouts that fit the memory of a GPU, with the same global batch.
 
-Formulas order the layouts (`estimate`). The best of them are planned from recorded steps, by which the
-formulas are corrected, until no other promises more.
+Formulas order the layouts (`estimate`). Of the best a step is recorded, which corrects the formulas, until no
+other promises more. Of pipelines, one stage stands for all until one is the fastest; it is then planned.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,13 @@ from megatron.planning.ways import Way, changed_args, evaluated, way_of
 
 SPARE = 0.08
 """The share of a GPU's memory that a search leaves free, for what is not counted: gaps, CUDA, NCCL."""
-_MOST_PLANNED = 16  # layouts, because each takes seconds
+_MOST_RECORDED = 16  # layouts, because each takes a second
 _LONG_ROWS = 16384  # tokens from which on context ranks are tried
 _MOST_ROWS = 16  # of a micro-batch
+_GAIN = 0.0  # by how much a layout must promise to be faster, so that it is planned
 # How much a difference counts, where the planned layout most like another one is looked for.
-_WEIGHTS = {"pipe": 2, "context": 2, "expert": 2, "zero": 3, "recompute": 4}
+_DISTANCES = {"pipe": 2, "context": 2, "expert": 2, "zero": 3, "recompute": 4}
+_WEIGHTS = tuple(_DISTANCES.get(field, 1) for field in Layout._fields)
 _KEYS = {
     "tensor": "model_parallel_size", "sequence": "sequence_parallel", "pipe": "pipe_parallel_size",
     "context": "context_parallel_size",
@@ -48,11 +50,13 @@ class Rejection(NamedTuple):
 class Search(NamedTuple):
     """The result of a search.
 
-    estimated, planned: numbers of layouts; planned are those with recorded steps. best: of these, those that
-        fit, fastest first. layouts: theirs. is_complete: no other layout promised to be faster at the end.
+    estimated, recorded, planned: numbers of layouts; recorded are those with a recorded step, planned those
+        with one of each kind of pipeline rank. best: of the planned, those that fit, fastest first. layouts:
+        theirs. is_complete: no other layout promised to be faster at the end.
     """
 
     estimated: int
+    recorded: int
     planned: int
     best: tuple[Way, ...]
     layouts: tuple[Layout, ...]
@@ -66,8 +70,8 @@ def search(model: StepModel, gpu_memory: int, processes: Processes, log: Callabl
     model: of the run as it is configured. log: gets a line of progress for each round.
     """
     state = _Searching(model, gpu_memory, processes)
-    while layouts := state.promising(max(4, processes.number)):
-        log(f"{len(state.estimates)} layouts, {len(state.ways)} planned; planning {len(layouts)} more")
+    while layouts := state.promising(max(2, processes.number)):
+        log(f"{len(state.estimates)} layouts, {len(state.recorded)} recorded; recording {len(layouts)} more")
         state.plan(layouts)
     return state.result()
 
@@ -128,31 +132,67 @@ class _Searching:
         layouts = dict.fromkeys([self._base, *layouts_of(model.args, model.machine.gpus_per_node)])
         self.estimates = {layout: estimator.estimate(layout) for layout in layouts}
         self.ways = {self._base: way_of({}, model)}
+        self.recorded: dict[Layout, Way] = {}  # those planned, and pipelines of which one stage stands for all
+        self._nearest: dict[Layout, tuple[float, Layout]] = {}  # of those recorded, and how far it is
+        self._record(self._base, self.ways[self._base])
         self._refused: dict[Layout, str] = {}
 
     def plan(self, layouts: Sequence[Layout]) -> None:
-        """Plan layouts from recorded steps."""
+        """Plan layouts from recorded steps; of pipelines all stages only the second time."""
+        self._plan([layout for layout in layouts if self._needs_stages(layout)], True)
+        self._plan([layout for layout in layouts if not self._needs_stages(layout)], False)
+
+    def _needs_stages(self, layout: Layout) -> bool:
+        return layout.pipe == 1 or layout in self.recorded
+
+    def _plan(self, layouts: Sequence[Layout], has_stages: bool) -> None:
+        changes = [self._changes(layout) for layout in layouts]
         try:
-            ways = evaluated(self._args, [self._changes(layout) for layout in layouts], self._machine, self._processes)
+            ways = evaluated(self._args, changes, self._machine, self._processes, has_stages)
         except StepError as problem:  # of one of them, which alone is refused
             if len(layouts) == 1:
                 self._refused[layouts[0]] = str(problem)
             else:
                 for layout in layouts:
-                    self.plan([layout])
+                    self._plan([layout], has_stages)
             return
-        self.ways |= zip(layouts, ways, strict=True)
+        for layout, way in zip(layouts, ways, strict=True):
+            self._record(layout, way)
+            if has_stages:
+                self.ways[layout] = way
+
+    def _record(self, recorded: Layout, way: Way) -> None:
+        """Add a recorded layout, which corrects the estimates of those like it."""
+        self.recorded[recorded] = way
+        for layout in self.estimates:
+            distance = _distance(recorded, layout)
+            if layout not in self._nearest or distance < self._nearest[layout][0]:
+                self._nearest[layout] = distance, recorded
 
     def promising(self, number: int) -> list[Layout]:
         """Returns layouts that may be faster than those planned, best first; none if there are none."""
-        return list(islice(self._faster(), max(min(number, _MOST_PLANNED - len(self.ways)), 0)))
+        return list(islice(self._faster(), number)) if len(self.recorded) < _MOST_RECORDED else self._best_recorded()
 
     def _faster(self) -> Iterator[Layout]:
-        """Yields layouts that are not planned, are allowed, and seem to fit and to be faster; best first."""
-        best = min((way.seconds for way in self.ways.values() if self._is_small(way.step_bytes)), default=float("inf"))
-        seconds = {layout: self._corrected(layout) for layout in self.estimates if layout not in self.ways}
-        fast = (layout for layout, value in seconds.items() if value.seconds < best and self._is_small(_memory(value)))
-        yield from filter(self._is_allowed, sorted(fast, key=lambda layout: seconds[layout].seconds))
+        """Yields layouts that are allowed, not recorded, and seem to fit and to be faster, best first.
+
+        If there are none, it yields the best of the recorded layouts, if that is not planned.
+        """
+        ways = [way for way in self.recorded.values() if self._is_small(way.step_bytes)]
+        limit = (1 - _GAIN) * min((way.seconds for way in ways), default=float("inf"))
+        seconds = {layout: self._corrected(layout) for layout in self.estimates if layout not in self.recorded}
+        fast = (layout for layout, value in seconds.items() if value.seconds < limit and self._is_small(_memory(value)))
+        allowed = filter(self._is_allowed, sorted(fast, key=lambda layout: seconds[layout].seconds))
+        if (layout := next(allowed, None)) is None:
+            yield from self._best_recorded()
+        else:
+            yield from (layout, *allowed)
+
+    def _best_recorded(self) -> list[Layout]:
+        """Returns the fastest recorded layout that fits, if it is not planned."""
+        fitting = [layout for layout, way in self.recorded.items() if self._is_small(way.step_bytes)]
+        best = min(fitting, key=lambda layout: self.recorded[layout].seconds, default=None)
+        return [] if best is None or best in self.ways or not self._is_allowed(best) else [best]
 
     def result(self) -> Search:
         fitting = {layout: way for layout, way in self.ways.items() if self._is_small(way.step_bytes)}
@@ -160,7 +200,8 @@ class _Searching:
         rejections = tuple(self._rejections(order[0])) if order else ()
         best = tuple(fitting[layout] for layout in order)
         is_complete = next(self._faster(), None) is None
-        return Search(len(self.estimates), len(self.ways), best, tuple(order), rejections, is_complete)
+        counts = len(self.estimates), len(self.recorded), len(self.ways)
+        return Search(*counts, best, tuple(order), rejections, is_complete)
 
     def _is_small(self, size: float) -> bool:
         return size <= self._gpu_memory
@@ -181,13 +222,12 @@ class _Searching:
         return layout not in self._refused
 
     def _corrected(self, layout: Layout) -> Estimate:
-        """Returns the estimate, corrected by the planned layout that is most like it."""
-        nearest = min(self.ways, key=lambda planned: _distance(planned, layout))
-        way, estimate, raw = self.ways[nearest], self.estimates[nearest], self.estimates[layout]
-        factor = way.seconds / estimate.seconds
-        activations = max((way.step_bytes - estimate.states) / estimate.activations, 0.1)
-        parts = {part: factor * value for part, value in raw.parts.items()}
-        return Estimate(parts, raw.states, raw.activations * activations)
+        """Returns the estimate, corrected by the recorded layout that is most like it."""
+        _, nearest = self._nearest[layout]
+        way, estimate, raw = self.recorded[nearest], self.estimates[nearest], self.estimates[layout]
+        slower, larger = way.seconds / estimate.seconds, way.step_bytes / _memory(estimate)
+        parts = {part: slower * value for part, value in raw.parts.items()}
+        return Estimate(parts, larger * raw.states, larger * raw.activations)
 
     def _rejections(self, best: Layout) -> Iterator[Rejection]:
         """Yields for each key the values that the best layout lacks, and why."""
@@ -230,5 +270,5 @@ def _memory(estimate: Estimate) -> float:
 
 def _distance(a: Layout, b: Layout) -> int:
     """Pipelines and tensor ranks differ from none more than in their numbers."""
-    distance = sum(_WEIGHTS.get(field, 1) for field in _KEYS if getattr(a, field) != getattr(b, field))
+    distance = sum(weight for weight, x, y in zip(_WEIGHTS, a, b, strict=True) if x != y)
     return distance + 4 * ((a.pipe > 1) != (b.pipe > 1)) + 2 * ((a.tensor > 1) != (b.tensor > 1))

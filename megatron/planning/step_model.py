@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron.data import rows_per_sample
@@ -15,7 +15,7 @@ from megatron.planning.kinds import stand_in_places, traced_places
 from megatron.planning.machines import Machine
 from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace
 from megatron.planning.processes import Processes
-from megatron.planning.ranks import strides, trace_steps, traced_args
+from megatron.planning.ranks import strides, trace_steps, traced_args, without_pipeline
 from megatron.planning.traffic import Traffic, sent_bytes
 from megatron.training.native.pipeline_schedule import Action, action_tables
 from megatron.training.native.schedule_report import timeline
@@ -77,6 +77,7 @@ class StepModel:
     machine: Machine
     is_fused: bool
     _costs: dict[Pass, Seconds] = field(default_factory=dict)
+    _growths: dict[tuple[int, str, str], tuple[int, int]] = field(default_factory=dict)
 
     def on(self, machine: Machine) -> "StepModel":
         """Returns the model of the same steps on another machine."""
@@ -137,6 +138,16 @@ class StepModel:
                     result[Pass(number, layer, phase, place)] = segment
         return result
 
+    @cached_property
+    def _has_stages(self) -> bool:
+        """Whether the traces are of the run's pipeline ranks, not of a run with a single one."""
+        return self.placement.ranks == 1 or len(self.traces) > 1
+
+    @cached_property
+    def _divides_backward(self) -> bool:
+        """Whether the traces divide a backward as the schedule does. Without pipeline stages they do not."""
+        return any(place.phase == "backward_input" for place in self.segments)
+
     # -- time ------------------------------------------------------------------------------------------------
 
     def cost(self, place: Pass) -> Seconds:
@@ -160,7 +171,7 @@ class StepModel:
                 operation = operation._replace(dtype="tf32")
             if part is not None and part != "pipe":
                 seconds[part] += operation.times * self.machine.seconds(operation)
-                seconds["host"] += operation.times * self.machine.reached.host
+                seconds["host"] += operation.times * operation.launches * self.machine.reached.host
         return seconds
 
     def _part(self, operation: Operation) -> str | None:
@@ -178,7 +189,29 @@ class StepModel:
         total = Seconds()
         for layer_pass in self._passes(stage, phase, place):
             total.add(self.cost(layer_pass))
+        if phase == "backward_weight" and (segment := self._sum_segment(stage, place)) is not None:
+            share = self._traced_share(stage)
+            total.add({part: seconds / share for part, seconds in self._cost(segment).items()})
         return self._exposed(total)
+
+    def _sum_segment(self, stage: int, place: str) -> Segment | None:
+        """Returns the end of a pass for weights, which adds up the gradients of all the stage's layers."""
+        trace = self.trace_of(self.placement.rank_of(stage))
+        segments = (self.segments.get(Pass(trace, layer, "sum", place)) for layer in self._traced_chunk(stage))
+        return next((segment for segment in segments if segment is not None), None)
+
+    def _traced_chunk(self, stage: int) -> tuple[int, ...]:
+        """Returns the layers that stand for a stage in the trace of its pipeline rank."""
+        rank = self.placement.rank_of(stage)
+        chunks = self.traces[self.trace_of(rank)].chunks
+        return chunks[min(self.placement.stages_of(rank).index(stage), len(chunks) - 1)]
+
+    def _traced_share(self, stage: int) -> float:
+        """Returns the share of a stage's weights that its trace has."""
+        sizes = self.traces[self.trace_of(self.placement.rank_of(stage))].layer_bytes
+        weights = Counter({layer: parts["weights"] for layer, parts in sizes.items()})
+        total = sum(weights[self._traced[spec.index]] for spec in self.stages[stage])
+        return sum(weights[layer] for layer in self._traced_chunk(stage)) / total
 
     def _passes(self, stage: int, phase: str, place: str) -> list[Pass]:
         trace = self.trace_of(self.placement.rank_of(stage))
@@ -220,7 +253,7 @@ class StepModel:
                 durations[key] = cost(action).total() - cost(action)["data"]
             return durations[key]
 
-        result = timeline(self.tables, self.placement, duration, self._message)
+        result = timeline(self.tables, self.placement, duration, cache(self._message))
         ends, updates = [], [self._update(rank) for rank in range(self.placement.ranks)]
         for rank, table in enumerate(self.tables):
             begin, action = result.begins[rank][-1]
@@ -244,7 +277,7 @@ class StepModel:
 
     def _action_cost(self, stage: int, kind: str, place: str) -> Seconds:
         seconds = self.stage_cost(stage, kind, place)
-        if kind not in ("backward_input", "backward_weight") or len(self.traces) > 1:
+        if kind not in ("backward_input", "backward_weight") or self._divides_backward:
             return seconds
         # A trace without pipeline stages divides no backward: half of its products are for weights.
         seconds = self.stage_cost(stage, "backward", place)
@@ -287,17 +320,26 @@ class StepModel:
         passes, per_node, number = Counter[Pass](), self.machine.gpus_per_node, self.trace_of(rank)
         for action in self.tables[rank]:
             passes.update(self._passes(action.stage, action.kind, self._place_of(action.micro_batch)))
-        updates = [(segment, 1) for segment in self.traces[number].segments if segment.phase == "update"]
-        sums: dict[tuple[str, str, bool], tuple[int, float]] = {}
-        for segment, times in [*((self.segments.get(place), n) for place, n in passes.items()), *updates]:
+        segments = [(self.segments.get(place), float(n), float(n)) for place, n in passes.items()]
+        segments += [(segment, 1.0, 1.0) for segment in self.traces[number].segments if segment.phase == "update"]
+        for action in (action for action in self.tables[rank] if action.kind == "backward_weight"):
+            segment = self._sum_segment(action.stage, self._place_of(action.micro_batch))
+            # Gradients of a block are summed together, and all others.
+            groups, traced_groups = (
+                len({layer if layer in self.traces[number].kinds else 0 for layer in layers})
+                for layers in ([spec.index for spec in self.stages[action.stage]], self._traced_chunk(action.stage))
+            )
+            segments.append((segment, groups / traced_groups, 1 / self._traced_share(action.stage)))
+        sums: dict[tuple[str, str, bool], tuple[float, float]] = {}
+        for segment, times, sizes in segments:
             for operation in () if segment is None else segment.operations:
                 if operation.ranks and operation.kind != "receive":
                     machines = {member // per_node for member in operation.ranks}
                     key = operation.axis, operation.kind, len(machines) == 1
-                    calls, size = sums.get(key, (0, 0.0))
-                    count = times * operation.times
-                    sums[key] = calls + count, size + count * sent_bytes(operation)
-        rows = [Traffic(axis, kind, *sums[axis, kind, local], local) for axis, kind, local in sums]
+                    calls, size = sums.get(key, (0.0, 0.0))
+                    sent = operation.times * sent_bytes(operation)
+                    sums[key] = calls + times * operation.times, size + sizes * sent
+        rows = [Traffic(*key[:2], round(calls), size, key[2]) for key, (calls, size) in sums.items()]
         return sorted(rows, key=lambda row: -row.size)
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -321,23 +363,53 @@ class StepModel:
     def memory(self, rank: int) -> "Memory":
         """Returns the memory of a pipeline rank, by adding what each pass of each layer takes and gives
         back."""
-        parts, placement, trace = self.kept_parts(rank), self.placement, self.traces[self.trace_of(rank)]
+        parts, trace = self.kept_parts(rank), self.traces[self.trace_of(rank)]
         traced = sum(sum(sizes.values()) for sizes in trace.layer_bytes.values())
         kept_bytes = parts.total() + trace.kept_bytes - traced
         peak = live = kept_bytes
+        micro_batch_bytes = Counter[tuple[int, int]]()  # by passes of a stage and a micro-batch
         for action in self.tables[rank]:
             place = self._place_of(action.micro_batch)
-            if placement.ranks == 1 and place == "middle":
+            if self.placement.ranks == 1 and place == "middle":
                 continue  # as the last one, but for gradients that are there
-            is_forward = action.kind == "forward"
-            passes = self._passes(action.stage, action.kind, place)
-            for layer_pass in passes if is_forward else reversed(passes):
+            highest, growth = self._growth(action.stage, action.kind, place)
+            peak = max(peak, live + highest)
+            if not self._has_stages and place == "middle" and action.kind in ("backward", "backward_weight"):
+                growth = -micro_batch_bytes[action[1:]]  # there is no middle micro-batch in the trace
+            elif action.kind == "backward_weight" and self._divides_backward:
+                growth = self._left_bytes(action.stage, place) - micro_batch_bytes[action[1:]]
+            micro_batch_bytes[action[1:]] += growth
+            live += growth
+        return Memory(dict(parts), kept_bytes, peak)
+
+    def _growth(self, stage: int, kind: str, place: str) -> tuple[int, int]:
+        """Returns the bytes that a pass through a stage adds to the memory at most, and at its end."""
+        key = stage, kind, place
+        if kind.startswith("backward_") and not self._divides_backward:
+            highest, growth = self._growth(stage, "backward", place)
+            return (highest, 0) if kind == "backward_input" else (0, growth)
+        if key not in self._growths:
+            highest = growth = 0
+            passes = self._passes(*key)
+            for layer_pass in passes if kind == "forward" else reversed(passes):
                 segment = self.segments.get(layer_pass)
                 if segment is not None:
-                    peak = max(peak, live + segment.peak_bytes - segment.begin_bytes)
-                    live += segment.end_bytes - segment.begin_bytes
-            peak = max(peak, live)
-        return Memory(dict(parts), kept_bytes, peak)
+                    highest = max(highest, growth + segment.peak_bytes - segment.begin_bytes)
+                    growth += segment.end_bytes - segment.begin_bytes
+            self._growths[key] = highest, growth
+        return self._growths[key]
+
+    def _left_bytes(self, stage: int, place: str) -> int:
+        """Returns the bytes that a micro-batch leaves on a stage after a divided backward.
+
+        They are buffers of gradients and gathered weights, as in the trace for each weight. The end of the
+        last pass frees what all layers hold, so that layers cannot be added up.
+        """
+        trace = self.trace_of(self.placement.rank_of(stage))
+        layers, kinds = self._traced_chunk(stage), ("forward", "backward_input", "backward_weight", "sum")
+        segments = (self.segments.get(Pass(trace, layer, kind, place)) for layer in layers for kind in kinds)
+        left = sum(segment.end_bytes - segment.begin_bytes for segment in segments if segment is not None)
+        return round(left / self._traced_share(stage))
 
 
 class Memory(NamedTuple):
@@ -348,15 +420,21 @@ class Memory(NamedTuple):
     step: int
 
 
-def build_models(configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes) -> list[StepModel]:
+def build_models(
+    configurations: Sequence[NeoXArgs], machine: Machine, processes: Processes, has_stages: bool = True
+) -> list[StepModel]:
     """Returns a model of each configuration, which has the world size and the vocabulary. Traces run side by
-    side."""
-    traced = [traced_args(args) for args in configurations]
-    places = [(args, rank) for args in traced for rank in traced_ranks(args)]
+    side.
+
+    has_stages: False: one step without pipeline stages stands for all stages, which is faster.
+    """
+    traced = [traced_args(args if has_stages else without_pipeline(args)) for args in configurations]
+    ranks = [traced_ranks(args) for args in traced]
+    places = [(args, rank) for args, all_ranks in zip(traced, ranks, strict=True) for rank in all_ranks]
     traces = trace_steps(places, processes) if places else iter(())
     return [
-        StepModel(args, [next(traces) for _ in traced_places(args)], machine, is_fused=args.compile is not False)
-        for args in configurations
+        StepModel(args, [next(traces) for _ in all_ranks], machine, is_fused=args.compile is not False)
+        for args, all_ranks in zip(configurations, ranks, strict=True)
     ]
 
 

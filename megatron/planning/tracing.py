@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor
 
 from megatron.data import trains_preferences
 from megatron.model.pipeline_partition import partition_layers
@@ -37,14 +37,14 @@ from megatron.planning.fake_cuda.devices import (
     resizes_seen,
     shared_out_evenly,
 )
-from megatron.planning.fake_cuda.observer import COLLECTIVES, Observer, collective_size, members
+from megatron.planning.fake_cuda.observer import COLLECTIVES, Observer, collective_size, members, name_of
 from megatron.planning.fake_cuda.streams import Streams
 from megatron.planning.kinds import block_kinds
 from megatron.planning.operations import DATA_AXES, Operation, Segment, Trace, merged
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.pipeline import Pipeline
 from megatron.training.native.pipeline_schedule import Action
-from megatron.training.native.shards import Shard
+from megatron.training.native.shards import GradientPass, Shard
 from megatron.training.native.update import Update
 from megatron.training.setup import build_engine
 
@@ -154,21 +154,22 @@ class Recorder(Observer):
         self.groups: Mapping[str, tuple[int, ...]] = {}
         self.world_size = 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._place is not None and output is not NotImplemented and isinstance(func, torch._ops.OpOverload):
-            inputs, outputs = tensors_on_device((args, kwargs)), tensors_on_device(output)
-            if func is torch.ops.aten.embedding.default:
-                inputs = [*inputs[1:], *outputs]  # of the table only those rows are read
-            operation = operation_of(func, args, inputs, outputs)
-            if operation is not None and operation.ranks:
-                operation = operation._replace(axis=self.axis_of(operation))
-            if operation is not None and operation.kind == "memory":
-                self._chain.add(inputs, outputs, self._times)
-            elif operation is not None:
-                self._end_chain()
-            self._operations += [] if operation is None else [operation._replace(times=self._times)]
-        return output
+    def _note(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if self._place is None or not isinstance(func, torch._ops.OpOverload):
+            return
+        inputs, outputs = _on_device(inputs), _on_device(outputs)
+        if func is torch.ops.aten.embedding.default:
+            inputs = [*inputs[1:], *outputs]  # of the table only those rows are read
+        operation = operation_of(func, args, inputs, outputs)
+        if operation is None:
+            return
+        if operation.ranks:
+            operation = operation._replace(axis=self.axis_of(operation))
+        if operation.kind == "memory":
+            self._chain.add(inputs, outputs, self._times)
+        else:
+            self._end_chain()
+        self._operations.append(operation._replace(times=self._times))
 
     def axis_of(self, operation: Operation) -> str:
         """Returns the axis along which a collective goes.
@@ -255,6 +256,15 @@ def _marks(engine: NativeEngine, recorder: Recorder) -> Iterator[Any]:
     yield marked("_backward", last_of)
     yield marked("_backward_weight", last_of)
     yield mock.patch.object(DeferredGradients, "add", _marked_deferral(recorder))
+    end_gradients = engine.shards.end_gradients
+
+    def marked_end(gradient_pass: GradientPass) -> None:
+        if gradient_pass.is_deferred:
+            assert recorder.action is not None
+            recorder.begin_segment(last_of(recorder.action), "sum")
+        end_gradients(gradient_pass)
+
+    yield mock.patch.object(engine.shards, "end_gradients", marked_end)
     judge = Update.judge
 
     def marked_judge(update: Update, *gradients: Any) -> Tensor:
@@ -373,13 +383,13 @@ def _part(tensor: Tensor) -> _Part:
     return _Part(tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel())
 
 
-def tensors_on_device(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
+def _on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.device.type == "cuda"]
 
 
 def operation_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Operation | None:
     """Returns the operation on the device that a call is; None for a view, or no work."""
-    name = func.name().split(".")[0].replace("::", ".")
+    name = name_of(func)
     if name in COLLECTIVES:
         ranks = members(args)
         size, dtype = collective_size(name, [*inputs, *outputs], ranks)
@@ -394,6 +404,8 @@ def operation_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequen
         a, b = args[_PRODUCTS[name] :][:2]
         kind = "grouped" if "grouped" in name else "product"
         shape: tuple[int, ...] = (math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1])
+        if 0 in shape:
+            return None
         flops = 2.0 * math.prod(shape)
         if kind == "grouped":
             rows, columns, length = shape
@@ -434,15 +446,17 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _layer_bytes(engine: NativeEngine) -> dict[int, dict[str, int]]:
-    """Returns bytes between steps of each layer, by part. Gradients are divided by numbers of elements."""
-    parts = engine.tensors()
-    gradients = sum(map(local_bytes, parts["gradients"]))
-    elements = sum(shard.local.numel() for shard in engine.shards.trained)
+    """Returns bytes between steps of each layer, by part. Gradients are divided by numbers of elements, among
+    parameters that are not sharded, if there are any: only their gradients have memory between steps."""
+    gradients = sum(map(local_bytes, engine.tensors()["gradients"]))
+    full = [shard for shard in engine.shards.trained if not isinstance(shard.param, DTensor)]
+    owners = full or engine.shards.trained
+    elements = sum(shard.local.numel() for shard in owners)
     result: dict[int, Counter[str]] = {}
     for shard in (*engine.shards.trained, *engine.shards.frozen):
         sizes = result.setdefault(shard.layer, Counter())
         sizes.update(_shard_bytes(engine, shard))
-        if shard in engine.shards.trained:
+        if shard in owners:
             sizes["gradients"] += round(gradients * shard.local.numel() / elements)
     return {layer: dict(sizes) for layer, sizes in result.items()}
 

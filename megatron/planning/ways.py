@@ -75,9 +75,16 @@ def _changes(args: NeoXArgs, gpus_per_node: int) -> Iterator[dict[str, Any]]:
 
 
 def evaluated(
-    args: NeoXArgs, all_changes: Sequence[Mapping[str, Any]], machine: Machine, processes: Processes
+    args: NeoXArgs,
+    all_changes: Sequence[Mapping[str, Any]],
+    machine: Machine,
+    processes: Processes,
+    has_stages: bool = True,
 ) -> list[Way]:
-    """Returns all changes with their cost, but for those that the configuration refuses."""
+    """Returns all changes with their cost, but for those that the configuration refuses.
+
+    has_stages: as for `build_models`.
+    """
     allowed: list[tuple[Mapping[str, Any], NeoXArgs]] = []
     for changes in all_changes:
         try:
@@ -86,7 +93,7 @@ def evaluated(
             continue
         batch = {key: getattr(changed, key) for key in _BATCH if getattr(changed, key) != getattr(args, key)}
         allowed.append(({**changes, **batch}, changed))
-    models = build_models([changed for _, changed in allowed], machine, processes)
+    models = build_models([changed for _, changed in allowed], machine, processes, has_stages)
     return [way_of(changes, model) for (changes, _), model in zip(allowed, models, strict=True)]
 
 

@@ -1,6 +1,8 @@
 """`deepy.py plan`: what it prints for people and as JSON, and what it refuses."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.launch import install_root
 from megatron.neox_arguments import ConfigError
 from megatron.planning.fake_cuda import shim
 from megatron.planning.ranks import expected_groups, ranks_of_axes
@@ -42,6 +45,18 @@ def test_two_stages(plan: Callable[..., tuple[int, str, str]]) -> None:
     assert report["fits"] is False and code == 1 and report["problems"] == []
     kinds = {(row["axis"], row["kind"]) for row in report["sent"]}
     assert {("tensor", "all_reduce"), ("pipe", "send")} <= kinds
+
+
+@pytest.mark.more
+@needs_compiler
+def test_forks_of_the_command(plan: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    """The command gives itself fake CUDA and forks; the numbers are those of processes that start anew."""
+    flags = ("--gpus", "2", "--gpu", "h100", "--json")
+    file = tmp_path / "model.yml"
+    expected = json.loads(plan(*flags, pipe_parallel_size=2)[1])
+    command = [sys.executable, "deepy.py", "plan", str(file), *flags, "--processes", "2"]
+    done = subprocess.run(command, cwd=install_root(), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == expected
 
 
 @pytest.mark.more

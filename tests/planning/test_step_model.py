@@ -5,15 +5,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
 from megatron.model.pipeline_partition import partition_layers
 from megatron.neox_arguments import NeoXArgs
 from megatron.planning.fake_cuda import shim
+from megatron.planning.fake_cuda.devices import _Chunks
 from megatron.planning.operations import Operation, Segment, Trace
 from megatron.planning.processes import Processes
 from megatron.planning.ranks import dry_run_args, ranks_of_stages, traced_args
 from megatron.planning.report import RankReport
-from megatron.planning.step_model import StepModel, traced_ranks
+from megatron.planning.step_model import StepModel, build_models, traced_ranks
 from megatron.planning.traffic import sent_bytes
 from tests.fake.layouts import DPO, MODEL, PACKED_DPO
 from tests.marks import with_more
@@ -24,6 +27,10 @@ DEPENDS_ON = ("megatron.planning.dry_run", "megatron.planning.tracing")
 needs_compiler = pytest.mark.skipif(shim.lacking() is not None, reason=f"left out: {shim.lacking()}")
 PP2: dict[str, Any] = {"pipe_parallel_size": 2}
 EXPERTS: dict[str, Any] = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "expert_parallel_size": 2}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "zero_optimization": {"stage": 1},
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "zero 1": (4, {"zero_optimization": {"stage": 1}}),
@@ -37,8 +44,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 zero 3": (4, {**PP2, "zero_optimization": {"stage": 3}, "checkpoint_activations": True}),
     "pp2 interleaved": (2, {**PP2, "pipeline_schedule": "interleaved"}),
     "pp2 zero bubble": (2, {**PP2, "pipeline_schedule": "zero_bubble"}),
+    "pp2 zero bubble zero 1": (
+        4, {**PP2, "pipeline_schedule": "zero_bubble", "zero_optimization": {"stage": 1}, "num_layers": 24},
+    ),
     "pp2 zbv": (2, {**PP2, "pipeline_schedule": "zbv", "num_layers": 24}),
     "pp4 hybrid": (4, {"pipe_parallel_size": 4, "attention_config": [[["global"], 6], [["mamba2"], 6]]}),
+    "delta rules, zero 1": (
+        2, {**DELTA, "attention_config": [[["gated_delta_net"], 3], [["kimi_delta_attention"], 3]]},
+    ),
+    "delta rules, recomputed": (
+        2, {"attention_config": [[["gated_delta_net", "global"], 3]], **DELTA, "checkpoint_activations": True},
+    ),
     "ep2": (2, EXPERTS),
     "two depths": (1, {"mtp_num_layers": 2}),
     "two depths, pp2 zero 1": (4, {**PP2, "mtp_num_layers": 2, "zero_optimization": {"stage": 1}}),
@@ -107,6 +123,28 @@ def test_a_few_blocks_tell_memory_and_bytes_of_all(name: str, processes: Process
         assert sum(row.calls for row in model.traffic(rank)) == len(sent)
 
 
+@pytest.mark.more
+@needs_compiler
+@pytest.mark.parametrize("name", ["pp2 zero 1", "pp2 interleaved", "pp2 zero bubble"])
+def test_one_stage_that_stands_for_all(name: str, processes: Processes) -> None:
+    """A search records no more of a pipeline; its time and memory are near those of a full plan."""
+    args = args_of(name)
+    [model], [full_model] = (build_models([args], MACHINE, processes, has_stages) for has_stages in (False, True))
+    assert len(model.traces) == 1 < len(full_model.traces)
+    assert model.step().seconds == pytest.approx(full_model.step().seconds, rel=0.1)
+    largest, expected = (max(x.memory(rank).step for rank in range(2)) for x in (model, full_model))
+    assert largest == pytest.approx(expected, rel=0.15)
+
+
+@needs_compiler
+def test_chunks_of_a_weight() -> None:
+    """Every rank has the chunk that `fully_shard` gives it, also if rows are fewer than ranks."""
+    for rows, ranks in ((8, 4), (7, 4), (5, 4), (3, 8)):
+        weight = torch.arange(2 * rows).view(rows, 2)
+        for rank, chunk in enumerate(_chunk_with_empty(weight, ranks, dim=0)):
+            assert torch.equal(_Chunks(weight, ranks, 0)[rank], chunk)
+
+
 # -- times of made-up traces ---------------------------------------------------------------------------------
 
 WORK = Operation("memory", "", 0.0, 3352e9 * 0.5)  # a second
@@ -155,6 +193,9 @@ def test_a_host_that_is_slower_than_the_device() -> None:
     slow = replace(MACHINE, reached=MACHINE.reached._replace(host=1.5))
     step = made_up(4, 1, 1, {}).on(slow).step()
     assert step.seconds == pytest.approx(4 * (1.5 + 3.0)) and step.parts["host"] == pytest.approx(6)
+    looped = Operation("grouped", "", 0.0, 0.0, (128, 128, 128, 8), "bfloat16", launches=8)
+    step = made_up(4, 1, 1, {}, looped).on(slow).step()
+    assert step.seconds == pytest.approx(4 * (9 + 2 + 8) * 1.5, rel=1e-3), "8 more in each pass of a block"
 
 
 def test_a_stage_does_not_wait_for_sums_of_another() -> None:

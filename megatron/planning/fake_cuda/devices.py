@@ -61,12 +61,27 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = No
         stack.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
         # A mesh is a tensor of ranks on the host, which is made before the first step.
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", staticmethod(real(DeviceMesh.from_group))))
+        stack.enter_context(mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks))
         # torch.tensor(.., device=) would copy before a fake tensor is made of it.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         yield
+
+
+class _Chunks:
+    """Makes a chunk of a tensor when it is read. `fully_shard` makes one for each rank, and reads two."""
+
+    def __init__(self, tensor: Tensor, number: int, dim: int) -> None:
+        self._tensor, self._number, self._dim = tensor, number, dim
+
+    def __getitem__(self, place: int) -> Tensor:
+        size = self._tensor.shape[self._dim]
+        length = -(-size // self._number)
+        if place * length >= size:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, place * length, min(length, size - place * length))
 
 
 def shared_out_evenly(args: NeoXArgs) -> Any:

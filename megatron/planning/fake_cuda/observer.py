@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,12 @@ class Observer(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # autograd asks each tensor, often
+            return func(*args)
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with the tensors it is made of
         kwargs = kwargs or {}
-        name = func.name().split(".")[0].replace("::", ".")
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name, inputs = name_of(func), tensors_in((args, kwargs))
         self._check_inputs(name, inputs)
         output = func(*args, **kwargs)
         self.kernels[name] += 1
@@ -81,11 +83,15 @@ class Observer(TorchDispatchMode):
             self._note_scaled(func, args, kwargs)
         if (problem := self._streams.work(func, args, kwargs, output)) is not None:
             self._find(problem, name)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(output)
         self._check_outputs(name, inputs, outputs)
         for tensor in outputs:
             self._count(tensor)
+        self._note(func, args, inputs, outputs)
         return output
+
+    def _note(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Note an operation that has run. inputs, outputs: its tensors."""
 
     def begin_step(self, seq: int) -> None:
         """Forget construction, which tries kernels with masks. From here on nothing is `[.., seq, seq]`."""
@@ -151,7 +157,7 @@ class Observer(TorchDispatchMode):
 
     def _note_collective(self, name: str, args: Any, inputs: list[Tensor], output: Any) -> None:
         kind = COLLECTIVES[name]
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(output)
         ranks = members(args)
         size, dtype = collective_size(name, [*inputs, *outputs], ranks)
         peer = ranks[args[2]] if kind in ("send", "receive") else None
@@ -175,6 +181,23 @@ class Observer(TorchDispatchMode):
         self.live += now - size[0]
         size[0] = now
         self.peak = max(self.peak, self.live)
+
+
+@cache
+def name_of(func: Any) -> str:
+    """Returns an operation's name without its overload, such as "aten.mm"."""
+    return str(func.name().split(".")[0].replace("::", "."))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Returns the tensors among arguments or results. `tree_leaves` knows more containers, and is slow."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def collective_size(name: str, tensors: Sequence[Tensor], ranks: Sequence[int]) -> tuple[int, str]:
