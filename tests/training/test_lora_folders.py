@@ -31,7 +31,7 @@ TARGETS: dict[str, list[str]] = {
     "gemma 3": ["q_proj", "down_proj"], "ministral 3": ["q_proj"], "mistral": ["q_proj", "down_proj"],
     "nemotron h": ["q_proj", "o_proj"], "nemotron h dense": ["q_proj", "up_proj"], "mixtral": ["q_proj", "v_proj"],
     "qwen 2 moe": ["up_proj", "down_proj"], "nemotron h latent": ["in_proj", "up_proj"], "mamba 2": ["in_proj"],
-    "falcon mamba": ["in_proj", "x_proj"],
+    "falcon mamba": ["in_proj", "x_proj"], "gemma 4": ["q_proj", "v_proj", "down_proj"],
 }  # fmt: skip
 # What else of `lora` is set: ranks and factors of single projections, and the blocks that have some.
 SIZES: dict[str, dict[str, Any]] = {
@@ -51,8 +51,8 @@ def model_folder(path: Path, family: str) -> Path:
 @pytest.mark.parametrize(("name", "layout"), cells(
     [("gemma3", "plain"), ("nemotron h", "pp2"), ("mistral sizes", "tp2"),
      ("qwen 2 moe", "tp2 sp")],
-    [("mistral3", "tp2"), ("falcon mamba", "tp2"), ("nemotron h latent", "pp2"), ("mixtral sizes", "zero3"),
-     ("gemma3 sizes", "pp2"), ("nemotron h dense", "zero3"), ("mixtral", "plain")],
+    [("gemma 4", "tp2"), ("mistral3", "tp2"), ("falcon mamba", "tp2"), ("nemotron h latent", "pp2"),
+     ("mixtral sizes", "zero3"), ("gemma3 sizes", "pp2"), ("nemotron h dense", "zero3"), ("mixtral", "plain")],
     [("mistral3 with mistral", "plain"), ("gemma 3", "plain"), ("ministral 3", "plain"), ("mistral", "plain"),
      ("nemotron h", "tp2 sp"), ("nemotron h dense", "zero3, deepspeed"), ("mamba 2", "zero3")],
 ))  # fmt: skip
