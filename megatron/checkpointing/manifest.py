@@ -35,7 +35,7 @@ _MODEL_KEYS = (
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
     "score_head", "lora", "add_qkv_bias", "rotary_interleaved", "attention_multiplier", "attn_logit_softcapping",
     "final_logit_softcapping", "clip_qkv", "residual_multiplier", "logit_scale", "attention_sinks",
-    "attention_output_gate",
+    "attention_output_gate", "global_head_dim", "attention_k_eq_v", "use_v_norm", "layer_scalar",
     "moe_num_experts",
 )  # fmt: skip
 # More such keys, for models with experts.

@@ -188,6 +188,8 @@ def to_file_names(
 
 
 def _check_names(mlp: str, args: ModelArgs) -> None:
+    if args.attention_k_eq_v and mlp != "neox":
+        raise CheckpointError(f"attention_k_eq_v: the naming {mlp} needs rows of values; choose naming neox")
     if mlp == "llama" and not args.is_gated:
         raise CheckpointError(
             f"the naming llama needs a gated MLP, but activation is {args.activation}; choose naming neox"

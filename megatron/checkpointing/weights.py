@@ -192,7 +192,8 @@ def _load_layer(
         rows = rows_key(source.path, args)
         state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
         # Expert biases that the checkpoint's run lacked start at 0.
-        state |= {spec.name: torch.zeros(spec.shape) for spec in specs if not spec.trained and spec.name not in state}
+        biases = (spec for spec in specs if spec.name.endswith("expert_bias") and spec.name not in state)
+        state |= {spec.name: torch.zeros(spec.shape) for spec in biases}
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
                 fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""

@@ -20,6 +20,7 @@ from megatron.mpu import (
     ParallelGroups,
     ParamSpec,
     PartialSum,
+    allocate,
     dropout,
     mix_seed,
     row_parallel_sum,
@@ -111,6 +112,7 @@ class Block(nn.Module):
     post_attention_layernorm: Norm
     pre_feedforward_layernorm: Norm
     post_feedforward_layernorm: Norm
+    layer_scalar: nn.Parameter | None
 
     def __init__(
         self,
@@ -138,6 +140,11 @@ class Block(nn.Module):
                 self.mlp = feed_forward(spec.feed_forward, groups, sequence_parallel)
             elif name in spec.norms:
                 setattr(self, name, build_norm(spec.norms[name], groups, sequence_parallel))
+        allocate(self, self._scalar(spec), groups, "layer_scalar")
+
+    @staticmethod
+    def _scalar(spec: BlockSpec) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("layer_scalar", (1,), init="ones", trained=False),) if spec.scalar else ()
 
     @staticmethod
     def params(spec: BlockSpec) -> tuple[ParamSpec, ...]:
@@ -149,7 +156,8 @@ class Block(nn.Module):
             params[mixer.module_name] = mixer.params(spec.mixer)
         if feed_forward is not None:
             params["mlp"] = feed_forward.params(spec.feed_forward)
-        return tuple(param for name in _SUBMODULES for param in with_prefix(name, params.get(name, ())))
+        module_params = (param for name in _SUBMODULES for param in with_prefix(name, params.get(name, ())))
+        return (*module_params, *Block._scalar(spec))
 
     def seeds(self, *parts: int) -> DropoutSeeds:
         """Returns the seeds of this rank's dropout for one micro-batch.
@@ -185,7 +193,8 @@ class Block(nn.Module):
             return self.mlp.core(x, seeds.adapters, token_mask)
 
         def run(x: Tensor) -> tuple[Tensor, RoutingSums | None]:
-            return _RESIDUAL_FORMS[self.residual](self, x, mix, feed, seeds)
+            out, routed = _RESIDUAL_FORMS[self.residual](self, x, mix, feed, seeds)
+            return out if self.layer_scalar is None else out * self.layer_scalar.to(out.dtype), routed
 
         return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 

@@ -62,21 +62,23 @@ def norm_spec(args: ModelArgs, *, in_te_mlp: bool = False) -> NormSpec:
     return NormSpec(kind, args.hidden_size, eps, _has_norm_bias(args), args.zero_centered_gamma)
 
 
-def rotary_spec(args: ModelArgs, *, local: bool = False) -> RotarySpec:
+def rotary_spec(args: ModelArgs, *, local: bool = False, head_dim: int | None = None) -> RotarySpec:
     """Returns the rotary settings of the model's layers.
 
+    head_dim: width of the layer's heads; None: that of the key `head_dim`.
     local: for layers with a window. If `rope_local_base_freq` is set, these layers have it as base, without
         scaling. Otherwise they have the settings of all layers.
     """
     # NeoX rounds the rotated width down to an even number of dimensions.
-    width, positions = args.rotary_width // 2 * 2, args.max_position_embeddings
+    rotated = args.rotary_width if head_dim in (None, args.head_dim) else int(head_dim * args.rotary_pct)
+    width, positions = rotated // 2 * 2, args.max_position_embeddings
     if local and args.rope_local_base_freq is not None:
         return RotarySpec(width, args.rope_local_base_freq, positions, interleaved=args.rotary_interleaved)
     return RotarySpec(width, args.rotary_emb_base, positions, args.rope_scaling, args.rotary_interleaved)
 
 
-def head_norm_spec(args: ModelArgs) -> HeadNormSpec | None:
-    """Returns the norms of queries and keys; None without use_qk_layernorm."""
+def head_norm_spec(args: ModelArgs, head_dim: int) -> HeadNormSpec | None:
+    """Returns the norms of queries and keys of a layer; None without use_qk_layernorm."""
     if not args.use_qk_layernorm:
         return None
     form, eps = norm_kind(args), args.rms_norm_epsilon
@@ -84,9 +86,7 @@ def head_norm_spec(args: ModelArgs) -> HeadNormSpec | None:
         form = "per_head" if args.qk_norm_per_head else "wide"
     elif form == "layernorm":
         eps = args.layernorm_epsilon
-    return HeadNormSpec(
-        form, args.head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma, args.qk_norm_after_rotary
-    )
+    return HeadNormSpec(form, head_dim, eps, _has_norm_bias(args), args.zero_centered_gamma, args.qk_norm_after_rotary)
 
 
 def _block_value(value: int | tuple[int, ...], block: int) -> int:
@@ -101,18 +101,22 @@ def attention_spec(args: ModelArgs, block: int) -> AttentionSpec | None:
     width = args.sliding_window_width if slides else None
     # A window as wide as the longest sequence hides nothing, so it counts as no window.
     window = width if width is not None and width < args.max_position_embeddings - 1 else None
+    head_dim, is_global = args.head_dim_of(block), not args.has_window(block)
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
     named_flash = args.attention_config[block] == "flash" and "global" in args.attention_config
     relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
     return AttentionSpec(
         hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_block_value(args.kv_heads, block),
-        head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
-        alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
-        scale=attention_scale(args), softcap=args.attn_logit_softcapping, clip=args.clip_qkv,
-        sinks=args.attention_sinks, bias=args.use_bias_in_attn_linear or args.add_qkv_bias,
+        head_dim=head_dim, window=window,
+        rotary=rotary_spec(args, local=slides, head_dim=head_dim) if turns else None,
+        alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None,
+        norms=head_norm_spec(args, head_dim), scale=attention_scale(args), softcap=args.attn_logit_softcapping,
+        clip=args.clip_qkv, sinks=args.attention_sinks, bias=args.use_bias_in_attn_linear or args.add_qkv_bias,
         output_bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
         lora=lora_spec(args, block), output_gate=args.attention_output_gate,
+        keys_are_values=args.attention_k_eq_v and is_global,
+        value_norm_eps=norm_spec(args).eps if args.use_v_norm else None,
     )  # fmt: skip
 
 

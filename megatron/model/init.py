@@ -57,7 +57,7 @@ def materialize(
                     local = torch.empty_like(param, dtype=its_dtype, device=stage.device_of_groups)
                     allocated[param] = nn.Parameter(local, param.requires_grad)
                     mark(allocated[param], is_never_trained(param), is_precise(param))
-                    first_seen.append((f"{path}.{name}", allocated[param]))
+                    first_seen.append((f"{path}.{name}" if path else name, allocated[param]))
                 module._parameters[name] = allocated[param]
         if finish is not None:
             finish(int(index), first_seen)

@@ -58,6 +58,10 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
     if scaling is None:
         return _frequencies(dim, base, device), 1.0
     factor = scaling["factor"]
+    if scaling["rope_type"] == "proportional":  # the lower frequencies are 0
+        turning = int(scaling["partial_rotary_factor"] * dim // 2)
+        frequencies = _frequencies(dim, base, device) / (factor or 1.0)
+        return torch.where(torch.arange(dim // 2, device=device) < turning, frequencies, 0.0), 1.0
     trained = scaling["original_max_position_embeddings"] or rotary.positions
     if scaling["rope_type"] == "dynamic":
         # Created on the device, because the host would wait for a copy.

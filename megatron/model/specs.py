@@ -99,6 +99,8 @@ class AttentionSpec:
     sinks: each head's softmax has an additional logit, which is a parameter and has no value vector.
     bias: query_key_value has a bias. output_bias: dense has a bias.
     output_gate: a head's output is multiplied by the sigmoid of a gate, which is projected with its queries.
+    keys_are_values: values are the projected keys, before their norm and rotation.
+    value_norm_eps: epsilon of values' RMSNorm, of each head and without weights; None: no such norm.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
         (gpt_j_residual).
     lora: the low-rank adapters of its linear layers.
@@ -124,6 +126,13 @@ class AttentionSpec:
     parallel_residual: bool
     lora: LoraSpec | None = None
     output_gate: bool = False
+    keys_are_values: bool = False
+    value_norm_eps: float | None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The parts of the fused projection, by HuggingFace's names."""
+        return ("q_proj", "k_proj") if self.keys_are_values else ("q_proj", "k_proj", "v_proj")
 
     @property
     def biased(self) -> bool:
@@ -428,6 +437,7 @@ class BlockSpec:
     index: NeoX's layer index.
     norms: by their names in the block; `residual` decides which exist.
     multiplier: factor of what the mixer and the feed-forward add to the residual stream.
+    scalar: the block's output is multiplied by an untrained parameter.
     """
 
     kind: ClassVar[str] = "block"
@@ -438,6 +448,7 @@ class BlockSpec:
     residual: Residual
     dropout: float
     multiplier: float = 1.0
+    scalar: bool = False
 
 
 @dataclass(frozen=True)

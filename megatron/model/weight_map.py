@@ -40,7 +40,7 @@ def layer_specs(args: ModelArgs) -> tuple[LayerSpec, ...]:
         blocks.append(
             BlockSpec(
                 i + 2, mixer, feed_forward, block_norms(args, i), residual_form(args, i), args.hidden_dropout,
-                args.residual_multiplier,
+                args.residual_multiplier, args.layer_scalar,
             )
         )  # fmt: skip
     head: LayerSpec = HeadSpec(
@@ -134,7 +134,7 @@ def may_be_wide(name: str) -> bool:
 
     These are the parameters whose `ParamSpec` is precise or not trained.
     """
-    return name.endswith(("mixer.A_log", "mixer.D", "router.expert_bias"))
+    return name.endswith(("mixer.A_log", "mixer.D", "router.expert_bias", "layer_scalar"))
 
 
 def base_params(args: ModelArgs) -> dict[int, tuple[ParamSpec, ...]]:

@@ -126,6 +126,15 @@ class ModelArgs(
             return self.qk_rope_head_dim or 0
         return int(self.head_dim * self.rotary_pct)
 
+    def has_window(self, block: int) -> bool:
+        """Whether attention of block number `block`, counted from 0, has `sliding_window_width`."""
+        slides = self.layer_types is None or self.layer_types[block] == "sliding_attention"
+        return slides and self.sliding_window_width is not None
+
+    def head_dim_of(self, block: int) -> int:
+        """The width of an attention head of block number `block`, counted from 0."""
+        return self.head_dim if self.global_head_dim is None or self.has_window(block) else self.global_head_dim
+
     @property
     def mamba_blocks(self) -> tuple[int, ...]:
         """The blocks, counted from 0, that are Mamba or Mamba 2."""

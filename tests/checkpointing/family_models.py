@@ -35,6 +35,7 @@ _MLA = {**_LATENT, **_ROUTED}
 _DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0,
                   "mscale": 0.7, "mscale_all_dim": 0.9}  # fmt: skip
 _KIMI = {"num_key_value_heads": 8, "linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3}
+_GEMMA4 = {**_GQA, "head_dim": 6, "global_head_dim": 10, "sliding_window": 5, "layer_types": [_SLIDING, _FULL] * 2}
 _DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6,
           "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}  # fmt: skip
 _GRANITE_4 = {"embedding_multiplier": 6.0, "logits_scaling": 0.49, "residual_multiplier": 0.22,
@@ -217,6 +218,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_n_groups": 1, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True,
         "tie_word_embeddings": True, "layer_types": [_FULL, "linear_attention"] * 2,
         "time_step_limit": (0.3, 0.9)}),
+    "gemma 4": ("Gemma4TextConfig", {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 1.5}),
+    "gemma 4 plain": ("Gemma4TextConfig", {**_GEMMA4, "num_key_value_heads": 8, "attention_bias": True,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "hidden_activation": "silu",
+        "tie_word_embeddings": False, "use_bidirectional_attention": "vision"}),
+    "gemma 4 unified": ("Gemma4UnifiedTextConfig", {**_GEMMA4, "rope_parameters": {
+        _SLIDING: _BASE, _FULL: {"rope_type": "default", "rope_theta": 777.0}}}),
     "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
         "intermediate_size": 64}),
     "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
@@ -254,6 +262,7 @@ ODD: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen 2", "seed oss"), {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True}),
     **dict.fromkeys(("smollm 3", "olmo 1", "olmo 2 GQA"), _PLAIN_ROPE),
     "olmo 3": {},
+    **dict.fromkeys(("gemma 4", "gemma 4 unified"), {**_WIDE, "global_head_dim": 14, "num_global_key_value_heads": 3}),
     "gemma 3": {**_WIDE, "tie_word_embeddings": False},
     "phi 3 long": {"partial_rotary_factor": 0.75, "rope_parameters": {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 777.0,
@@ -351,12 +360,15 @@ def randomise(model: Any, case: str) -> Any:
         is_norm = param.dim() == 1 and name.endswith("weight")
         is_hybrid_qwen = case.startswith(("qwen 3 next", "qwen 3.5"))
         is_zero_centred = (
-            "gemma" in case or case in ("nemotron", "nemotron biases") or (is_hybrid_qwen and "linear_attn" not in name)
+            ("gemma" in case and "gemma 4" not in case)
+            or case in ("nemotron", "nemotron biases")
+            or (is_hybrid_qwen and "linear_attn" not in name)
         )
         param.copy_(1 + value if is_norm and not is_zero_centred else value)
     for name, buffer in model.named_buffers():
-        if name.endswith(("e_score_correction_bias", "expert_bias")):
-            buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+            at_first = float(name.endswith("layer_scalar"))
+            buffer.copy_(at_first + 0.15 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -60,6 +60,13 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "google/gemma-2b": (2_506_172_416, sizes(
         "gemma", 256000, 2048, 18, 8, 1, 16384, 8192, head_dim=256, hidden_act="gelu",
         hidden_activation="gelu_pytorch_tanh", rope_theta=10000.0, rope_scaling=None)),
+    "google/gemma-4-31B": (30_697_345_340, sizes(
+        "gemma4_text", 262144, 5376, 60, 32, 16, 21504, 262144, head_dim=256, global_head_dim=512, rms_norm_eps=1e-6,
+        num_global_key_value_heads=4, attention_k_eq_v=True, sliding_window=1024, final_logit_softcapping=30.0,
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, enable_moe_block=False, use_double_wide_mlp=False,
+        tie_word_embeddings=True, use_bidirectional_attention="vision", rope_parameters={
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}})),
     "arcee-ai/AFM-4.5B-Base": (4_619_184_640, sizes(
         "arcee", 128004, 2560, 36, 20, 4, 18432, 65536, head_dim=128, hidden_act="relu2", rms_norm_eps=1e-5,
         rope_theta=10000.0, rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,

@@ -32,7 +32,8 @@ from tests.model.stages import random_weights, small
 # Cases that a simpler family computes too, which is then the one that is written.
 SIMPLER = dict.fromkeys(("mistral full", "phi 3 short", "seed oss biases"), "llama")
 SIMPLER |= {"phi 3": "mistral", "seed oss": "qwen2", "qwen 3.5 moe": "qwen3_next", "helium": "glm",
-            "solar open": "glm4_moe", "falcon heads": "gpt_neox", "ministral": "smollm3"}  # fmt: skip
+            "solar open": "glm4_moe", "falcon heads": "gpt_neox", "ministral": "smollm3",
+            "gemma 4 unified": "gemma4_text"}  # fmt: skip
 SIMPLER |= dict.fromkeys(("cwm", "cwm plain"), "smollm3")
 
 
@@ -75,8 +76,11 @@ def test_configuration_there_and_back(case: str) -> None:
         assert hf_fields.get(name) == config.get(name), name
 
 
-# Of HunYuan MoE, transformers' defaults have a single expert, which is refused.
-@pytest.mark.parametrize("kind", sorted({kind for kind, _ in CASES.values()} - {"HunYuanMoEV1Config"}))
+# transformers' defaults that are refused: HunYuan MoE's single expert, Gemma 4's embeddings in each layer.
+_REFUSED_DEFAULTS = {"HunYuanMoEV1Config", "Gemma4TextConfig"}
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in CASES.values()} - _REFUSED_DEFAULTS))
 def test_what_config_json_leaves_out_is_the_default_of_transformers(kind: str) -> None:
     full_config = getattr(transformers, kind)().to_dict()
     minimal_config = {"model_type": full_config["model_type"], "vocab_size": full_config["vocab_size"]}
@@ -91,12 +95,9 @@ def test_published_shapes_on_the_meta_device(name: str) -> None:
     assert sum(param.numel() for param in stage.parameters()) == parameters
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
-    # Those of experts are parameters here.
-    biases = [
-        buffer
-        for buffer_name, buffer in model.named_buffers()
-        if buffer_name.endswith(("e_score_correction_bias", "expert_bias"))
-    ]
+    # Those of experts, and factors of blocks, are parameters here.
+    names = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    biases = [buffer for buffer_name, buffer in model.named_buffers() if buffer_name.endswith(names)]
     assert sum(tensor.numel() for tensor in (*model.parameters(), *biases)) == parameters
     # transformers 5 writes it otherwise
     assert canonical_config(args_of(model.config.to_dict())) == canonical_config(args)
@@ -210,6 +211,14 @@ def test_what_cannot_be_read_is_refused() -> None:
     alpha = {"rope_type": "dynamic", "alpha": 9.0, "factor": 1.0}
     refused("head_dim is missing", "hunyuan", head_dim=None, rope_parameters=alpha)
     refused("use_bidirectional_attention: True", "gemma 1", use_bidirectional_attention=True)
+    for name, value in (("hidden_size_per_layer_input", 8), ("num_kv_shared_layers", 2), ("enable_moe_block", True),
+                        ("use_bidirectional_attention", "all"), ("rope_scaling", {"rope_type": "linear"})):  # fmt: skip
+        refused(f"{name}: ", "gemma 4", **{name: value})
+    refused("per_layer_config.1: hidden_size", "gemma 4", per_layer_config={"1": {"hidden_size": 8}})
+    refused("head_dim differs between full_attention", "gemma 4", per_layer_config={"1": {"head_dim": 8}})
+    refused(
+        "rope_parameters.sliding_attention.rope_theta is missing", "gemma 4", rope_parameters={"full_attention": {}}
+    )
     refused("vocab_size is missing", "llama 2", vocab_size=None)
     fails("padded_vocab_size 64.* 90", from_hf, config_of("llama 2").to_dict(), refuse_read, padded_vocab_size=64)
 

@@ -66,7 +66,17 @@ def llava(name: str, text: Any) -> Any:
     return transformers.AutoModelForImageTextToText.from_config(config)
 
 
+def gemma4(name: str, **text: Any) -> Any:
+    kinds = ["sliding_attention", "full_attention"]
+    text_config = {**_SIZES, "layer_types": kinds, "sliding_window": 5, "global_head_dim": 10, **text}
+    vision = {**_VISION, "head_dim": 8, "num_key_value_heads": 2} if name == "Gemma4" else {"mm_embed_dim": 16}
+    config = getattr(transformers, f"{name}Config")(text_config=text_config, vision_config=vision)
+    return transformers.AutoModelForImageTextToText.from_config(config)
+
+
 MODELS = {
+    "gemma4": lambda: gemma4("Gemma4", attention_k_eq_v=True, hidden_size_per_layer_input=0),
+    "gemma4_unified": lambda: gemma4("Gemma4Unified"),
     "gemma3": gemma3,
     "mistral3": lambda: mistral3(transformers.Ministral3Config(**_SIZES, rope_parameters=_ROPE)),
     "mistral3 with mistral": lambda: mistral3(transformers.MistralConfig(**_SIZES, sliding_window=None)),  # Small 3.1
@@ -98,7 +108,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     export_hf(checkpoint, args, tmp_path / "back")
     original = tensors_of(path)
     assert same_bits(tensors_of(tmp_path / "back"), original)
-    assert any(name.startswith(("vision_tower.", "model.visual.", "visual.")) for name in original)
+    assert any(name.startswith(("vision_tower.", "model.v", "visual.", "model.embed_vision.")) for name in original)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
     text = export_hf(checkpoint, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
     assert text is not None and text.difference <= text.bound

@@ -25,8 +25,9 @@ VOCAB, PADDED = 90, 96
 TOKENS, POSITIONS = 16, 64
 # Of each kind of cache, positions and windows (narrower than the texts; LongRoPE's long factors begin
 # within them), and the others.
-FAMILIES = ("gpt 2", "qwen 2 windows", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral", "gpt oss",
-            "deepseek 3", "qwen 3 next", "qwen 3.5", "kimi linear", "lfm 2", "mamba", "mamba 2")  # fmt: skip
+FAMILIES = ("gpt 2", "qwen 2 windows", "gemma 3", "gemma 4", "phi 3 long", "ministral 3", "cohere 2", "mixtral",
+            "gpt oss", "deepseek 3", "qwen 3 next", "qwen 3.5", "kimi linear", "lfm 2", "mamba",
+            "mamba 2")  # fmt: skip
 OTHER_FAMILIES = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3", "gemma 2",
                   "granite", "glm 4", "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe",
                   "deepseek 2", "deepseek 3 halves", "youtu", "minicpm 3", "glm 4 moe", "glm 4 moe lite", "dots 1",

@@ -42,6 +42,7 @@ TARGETS: dict[str, list[str]] = {
     "falcon mamba": ["in_proj", "x_proj"], "qwen 3.5": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"],
     "qwen 3 next": ["in_proj_qkvz", "in_proj_ba", "out_proj"], "deepseek 3": ["q_a_proj", "kv_b_proj", "o_proj"],
     "kimi linear": ["k_proj", "b_proj", "f_a_proj", "g_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "gemma 4": ["q_proj", "v_proj", "down_proj"],
 }  # fmt: skip
 # What else of `lora` is set: ranks and factors of single projections, and the blocks that have some.
 SIZES: dict[str, dict[str, Any]] = {
@@ -61,7 +62,8 @@ def model_folder(path: Path, family: str) -> Path:
 @pytest.mark.parametrize(("name", "layout"), cells(
     [("gemma3", "plain"), ("nemotron h", "pp2"), ("mistral sizes", "tp2"),
      ("qwen 2 moe", "tp2 sp")],
-    [("mistral3", "tp2"), ("falcon mamba", "tp2"), ("nemotron h latent", "pp2"), ("mixtral sizes", "zero3"),
+    [("gemma 4", "tp2"), ("mistral3", "tp2"), ("falcon mamba", "tp2"), ("nemotron h latent", "pp2"),
+      ("mixtral sizes", "zero3"),
      ("gemma3 sizes", "pp2"), ("nemotron h dense", "zero3"), ("mixtral", "plain"), ("kimi linear", "tp2 sp")],
     [("mistral3 with mistral", "plain"), ("gemma 3", "plain"), ("ministral 3", "plain"), ("mistral", "plain"),
      ("nemotron h", "tp2 sp"), ("nemotron h dense", "zero3, deepspeed"), ("mamba 2", "zero3"),

@@ -62,6 +62,7 @@ def canonical_config(args: ModelArgs) -> dict[str, Any]:
         "embedding_multiplier": args.embedding_multiplier,
         "residual_multiplier": float(f"{args.residual_multiplier:.12g}"),
         "logit_scale": 1.0 if args.score_head else float(f"{args.logit_scale:.12g}"),
+        "layer_scalar": args.layer_scalar,
         "pos_emb": args.pos_emb,
     }
     if any(block.feed_forward is not None for block in blocks):
@@ -90,7 +91,9 @@ def _attention(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
         **_latent(args, mixers[0]),
         "num_attention_heads": args.num_attention_heads,
         "num_kv_heads": _common_value(mixer.kv_heads for mixer in mixers),
-        "head_dim": args.head_dim,
+        "head_dim": _common_value(mixer.head_dim for mixer in mixers),
+        "attention_k_eq_v": _common_value(mixer.keys_are_values for mixer in mixers),
+        "use_v_norm": args.use_v_norm,
         "use_qk_layernorm": args.use_qk_layernorm,
         **(norms if args.use_qk_layernorm else {}),
         "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
@@ -202,7 +205,7 @@ def _rotary(args: ModelArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
         return {}
     rotaries, default = [mixer.rotary for mixer in mixers], rotary_spec(args)
     return {
-        "rotary_pct": args.rotary_width // 2 * 2,
+        "rotary_pct": _common_value(rotary.width for rotary in rotaries if rotary is not None),
         "rotary_interleaved": args.rotary_interleaved,
         "no_rope_layers": [int(rotary is not None) for rotary in rotaries],
         "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or default) for rotary in rotaries],
@@ -213,6 +216,8 @@ def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
     if rotary.scaling is None:
         return float(rotary.base), None
     scaling = {name: value for name, value in rotary.scaling.items() if value is not None}
+    if scaling["rope_type"] == "proportional":
+        return float(rotary.base), {"factor": 1.0, **scaling}
     if scaling["rope_type"] != "linear":
         trained = scaling.setdefault("original_max_position_embeddings", rotary.positions)
         if scaling["rope_type"] == "longrope":
@@ -235,6 +240,8 @@ _WORDS = {
     "use_bias_in_attn_linear": "biases in attention", "add_qkv_bias": "biases of queries, keys and values",
     "attention_multiplier": "factor of attention logits", "attn_logit_softcapping": "cap of attention logits",
     "final_logit_softcapping": "cap of logits", "clip_qkv": "clamp of queries, keys and values",
+    "attention_k_eq_v": "values that are keys", "use_v_norm": "norms of values",
+    "layer_scalar": "a factor of each block's output",
     "attention_sinks": "attention sinks", "attention_output_gate": "gate of attention's output",
     "embedding_multiplier": "factor of embeddings", "residual_multiplier": "factor of block outputs",
     "logit_scale": "factor of logits", "rotary_interleaved": "interleaved rotary dimensions",

@@ -385,10 +385,11 @@ def _rows(
     is_block = _block(args, layer) >= 0
     further = PREDICTION_ROWS if family.predicts_more or family.has_mtp_block else ()
     table = {row.neox_name: row for row in (*family.rows, *further, SCORE) if row.is_block_parameter == is_block}
+    mixer = mixer_of(args, layer)
     for spec in specs:
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: family {family.model_type} has no tensor for {spec.name}")
-        yield spec, table[spec.name]
+        yield spec, table[spec.name].for_mixer(mixer)
 
 
 def _file_names(family: Family, row: TensorMapping, args: ModelArgs, layer: int, experts: int | None) -> list[str]:

@@ -7,7 +7,7 @@ are in `model.weight_map`. All families are in `registry.FAMILIES`.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,11 +49,12 @@ def _join_qkv(parts: Sequence[Tensor], attention: MixerSpec | None) -> Tensor:
 
 def _split_qkv(fused: Tensor, attention: MixerSpec | None) -> tuple[Tensor, ...]:
     assert isinstance(attention, AttentionSpec)
+    number = len(attention.projections) - 1
     if attention.kv_heads < attention.heads:
         kv = attention.kv_heads * attention.head_dim
-        return fused.split([len(fused) - 2 * kv, kv, kv])
+        return fused.split([len(fused) - number * kv, *[kv] * number])
     heads, width = fused.unflatten(0, (attention.heads, -1)), attention.head_dim
-    return tuple(part.flatten(0, 1) for part in heads.split([heads.shape[1] - 2 * width, width, width], 1))
+    return tuple(part.flatten(0, 1) for part in heads.split([heads.shape[1] - number * width, *[width] * number], 1))
 
 
 COPY = Transform(lambda parts, attention: parts[0], lambda value, attention: (value,))
@@ -103,6 +104,12 @@ class TensorMapping:
     stacked: bool = False
     part: tuple[int, int] = (0, 1)
     consecutive: bool = False
+
+    def for_mixer(self, mixer: MixerSpec | None) -> "TensorMapping":
+        """Returns the mapping in a layer with this mixer: without v_proj if keys are values."""
+        if self.transform is not QKV or not isinstance(mixer, AttentionSpec):
+            return self
+        return replace(self, hf_names=self.hf_names[: len(mixer.projections)])
 
     @property
     def is_block_parameter(self) -> bool:

@@ -60,6 +60,12 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_by_layer(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        str(layer).isdecimal() and isinstance(fields, Mapping) for layer, fields in value.items()
+    )
+
+
 # Most fields may also be null, which means absent.
 _TYPES: Types = (
     (
@@ -73,7 +79,7 @@ _TYPES: Types = (
         "no_rope_layer_interval attention_head_dim topk_group vocab_size ffn_hidden_size num_labels "
         "full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim "
-        "linear_conv_kernel_dim",
+        "linear_conv_kernel_dim global_head_dim num_global_key_value_heads",
     ),
     (
         "a whole number below 2^31",
@@ -82,7 +88,7 @@ _TYPES: Types = (
         "n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
         "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace moe_k rotary_dim "
         "moe_num_shared_experts num_shared_experts shared_intermediate_size moe_layer_start_index "
-        "moe_layer_end_index moe_layer_interval",
+        "moe_layer_end_index moe_layer_interval hidden_size_per_layer_input num_kv_shared_layers",
     ),
     (
         "a number",
@@ -92,23 +98,25 @@ _TYPES: Types = (
         "layernorm_epsilon llama_4_scaling_beta logit_scale logits_scaling low_freq_factor mixer_rms_eps mscale "
         "mscale_all_dim norm_epsilon norm_eps partial_rotary_factor query_pre_attn_scalar residual_multiplier "
         "rms_norm_eps rope_local_base_freq rope_theta rotary_emb_base rotary_pct routed_scaling_factor "
-        "router_aux_loss_coef router_jitter_noise swiglu_alpha swiglu_limit time_step_floor "
-        "time_step_max time_step_min",
+        "router_aux_loss_coef router_jitter_noise scale_depth scale_emb dim_model_base swiglu_alpha swiglu_limit "
+        "time_step_floor time_step_max time_step_min",
     ),
     (
         "true or false",
         _is_flag,
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
-        "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias use_bidirectional_attention "
+        "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias "
         "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm "
-        "multi_query parallel_attn new_decoder_architecture alibi bias use_sliding_window",
+        "attention_k_eq_v enable_moe_block multi_query parallel_attn new_decoder_architecture alibi bias "
+        "use_sliding_window",
     ),
     (
         "a string",
         _is_text,
-        "activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act mlp_hidden_act "
-        "model_type rope_type type torch_dtype dtype",
+        "activation activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act "
+        "mlp_hidden_act model_type rope_type type torch_dtype dtype",
     ),
+    ("true, false or a string", lambda value: _is_flag(value) or _is_text(value), "use_bidirectional_attention"),
     ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type mlp_layer_types"),
     ("a whole number, or a list of them", _one_or_more(_is_int32), "moe_topk"),
     ("a list of whole numbers", _list_of(_is_index), "mlp_only_layers no_rope_layers"),
@@ -119,6 +127,7 @@ _TYPES: Types = (
         lambda value: isinstance(value, Mapping),
         "full_attention id2label rope_parameters rope_scaling sliding_attention text_config",
     ),
+    ("a map from layer numbers to objects", _is_by_layer, "per_layer_config"),
     (
         "a whole number above 0 and below 2^31, or auto",
         lambda value: _is_size(value) or value == "auto",
@@ -170,6 +179,8 @@ def check_fields(config: Mapping[str, Any], file: str) -> None:
     for name in ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"):
         if config.get(name) is not None:
             check_fields(config[name], f"{file}: {name}")
+    for layer, fields in (config.get("per_layer_config") or {}).items():
+        check_fields(fields, f"{file}: per_layer_config.{layer}")
 
 
 def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from megatron.checkpointing.families.registry import FAMILIES
 _LLAVA = {"llama": 32000, "mistral": 32000, "qwen2": 151936}
 # Multimodal model_type -> model_type of its language model (the first by default) -> default vocab_size.
 TEXT_TOWERS: Mapping[str, Mapping[str, int]] = {
-    "gemma3": {"gemma3_text": 262208}, "mistral3": {"mistral": 32000, "ministral3": 131072},
+    "gemma3": {"gemma3_text": 262208}, "gemma4": {"gemma4_text": 262144},
+    "gemma4_unified": {"gemma4_unified_text": 262144}, "mistral3": {"mistral": 32000, "ministral3": 131072},
     "qwen3_5": {"qwen3_5_text": 248320}, "qwen3_5_moe": {"qwen3_5_moe_text": 248320},
     "qwen3_vl": {"qwen3_vl_text": 151936},
     "qwen2_vl": {"qwen2_vl_text": 152064}, "qwen2_5_vl": {"qwen2_5_vl_text": 152064},

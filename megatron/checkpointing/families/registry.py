@@ -15,6 +15,7 @@ from megatron.checkpointing.families.exaone import EXAONE4, EXAONE_MOE
 from megatron.checkpointing.families.falcon import FALCON
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.gemma import GEMMA, GEMMA2, GEMMA3
+from megatron.checkpointing.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from megatron.checkpointing.families.glm import GLM, GLM4
 from megatron.checkpointing.families.glm_moe import GLM4_MOE, GLM4_MOE_LITE
 from megatron.checkpointing.families.gpt2 import GPT2
@@ -51,7 +52,7 @@ FAMILIES: Mapping[str, Family] = {
         STABLELM, NEMOTRON, HUNYUAN, FALCON, MINISTRAL, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
         QWEN3_NEXT, QWEN3_5_MOE, QWEN3_5, KIMI_LINEAR, LFM2, LFM2_MOE, GPT_OSS, DOTS1, GLM4_MOE, YOUTU, MINICPM3,
         DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE_LITE, MINIMAX_M2, SOLAR_OPEN, FLEX_OLMO, EXAONE_MOE, ERNIE4_5_MOE,
-        HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_HYBRID,
+        HUNYUAN_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_HYBRID, GEMMA4, GEMMA4_UNIFIED,
         MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
@@ -77,7 +78,6 @@ _UNSUPPORTED = {
     "bloom": ("gpt_neox", "ALiBi positions, a norm after the embedding"),
     "mpt": ("gpt2", "ALiBi positions, no biases"),
     "phi": ("gpt_neox", "one norm for attention and MLP, a bias in the output layer"),
-    "gemma4_text": ("gemma3_text", "key-value heads that differ between layers, embeddings in each layer"),
     "gemma3n_text": ("gemma3_text", "embeddings in each layer, several residual streams, shared keys and values"),
     "cohere": ("cohere2", "no windows, rotary positions in all layers, in some sizes norms of queries and keys"),
     "internlm3": ("llama", "remote code with other names for biases (qkv_bias, bias); otherwise like LLaMA"),

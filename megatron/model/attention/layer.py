@@ -8,6 +8,7 @@ To add another kind of mixer, write a class with the members of `block.SubLayer`
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.model.attention.backend_choice import AttentionBackends
@@ -40,7 +41,8 @@ class SelfAttention(HeadAttention):
 
     Parameters:
     query_key_value: the fused projection. Rows are [q|k|v] per head for multi-head, [Q|K|V] per rank for
-        grouped-query. With attention_output_gate, the gate of each head follows its query.
+        grouped-query. With attention_output_gate, the gate of each head follows its query. With
+        attention_k_eq_v, layers without a window have no rows of values.
     dense: the output projection.
     qk_layernorm (use_qk_layernorm), or q_norm and k_norm (use_separate_qk_norms): norms of queries and keys.
     sinks: `[heads]`, an additional logit of each head's softmax (attention_sinks).
@@ -64,6 +66,7 @@ class SelfAttention(HeadAttention):
         size, self.group = groups.size("tensor"), groups.group("tensor")
         self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
         self.alternating, self.clip, self.gated = spec.kv_heads == spec.heads, spec.clip, spec.output_gate
+        self.number_of_kv, self.value_norm_eps = len(spec.projections) - 1, spec.value_norm_eps
         allocate(self, self._own_params(spec), groups, "sinks")
         self.norms_follow_rotary = spec.norms is not None and spec.norms.after_rotary
         self.qk_layernorm = self.q_norm = self.k_norm = None
@@ -84,9 +87,11 @@ class SelfAttention(HeadAttention):
         # Rows of multi-head attention are [q|k|v] per head, so a rank's heads are contiguous rows. Rows of
         # grouped-query attention are [Q|K|V] per rank.
         alternating = spec.kv_heads == spec.heads
-        head_blocks = (query_dim, spec.head_dim, spec.head_dim) if alternating else ()
-        blocks = (query + 2 * kv,) if alternating else (query, kv, kv)
-        names, pattern, rows = ("q_proj", "k_proj", "v_proj"), head_blocks or blocks, query + 2 * kv
+        names, number = spec.projections, len(spec.projections) - 1
+        rows = query + number * kv
+        head_blocks = (query_dim, *(spec.head_dim,) * number) if alternating else ()
+        blocks = (rows,) if alternating else (query, *(kv,) * number)
+        pattern = head_blocks or blocks
         split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, pattern_sharded=not alternating)
         return (
             LinearSpec(
@@ -131,14 +136,17 @@ class SelfAttention(HeadAttention):
 
     def _split(self, qkv: Tensor) -> Sequence[Tensor]:
         """Splits this rank's fused projection `[seq, batch, rows]` into queries, keys and values `[seq,
-        batch, heads, head_dim]`. Queries are [query | gate] with an output gate."""
-        query_dim = 2 * self.head_dim if self.gated else self.head_dim
+        batch, heads, head_dim]`. Queries are [query | gate] with an output gate; values are keys if the
+        projection has none."""
+        query_dim, number = 2 * self.head_dim if self.gated else self.head_dim, self.number_of_kv
         if self.alternating:
-            return qkv.unflatten(-1, (self.heads, -1)).split([query_dim, self.head_dim, self.head_dim], dim=-1)
-        q, k, v = qkv.split([self.heads * query_dim, self.kv_width, self.kv_width], dim=-1)
-        if self.sharers > 1:
-            k, v = gather_from_sharers(torch.stack([k, v]), self.group, self.sharers).unbind(0)
-        return [q.unflatten(-1, (self.heads, -1)), *(part.unflatten(-1, (-1, self.head_dim)) for part in (k, v))]
+            q, *kv = qkv.unflatten(-1, (self.heads, -1)).split([query_dim, *[self.head_dim] * number], dim=-1)
+        else:
+            q, *kv = qkv.split([self.heads * query_dim, *[self.kv_width] * number], dim=-1)
+            if self.sharers > 1:
+                kv = list(gather_from_sharers(torch.stack(kv), self.group, self.sharers).unbind(0))
+            q, kv = q.unflatten(-1, (self.heads, -1)), [part.unflatten(-1, (-1, self.head_dim)) for part in kv]
+        return q, kv[0], kv[-1]
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.qk_layernorm is not None:
@@ -167,6 +175,8 @@ class SelfAttention(HeadAttention):
         gate = None
         if self.gated:
             q, gate = q.chunk(2, dim=-1)
+        if self.value_norm_eps is not None:
+            v = F.rms_norm(v.float(), v.shape[-1:], None, self.value_norm_eps).to(v.dtype)
         if not self.norms_follow_rotary:
             q, k = self._normed(q, k)
         if self.clip is not None:

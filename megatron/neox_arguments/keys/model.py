@@ -42,6 +42,9 @@ class ModelKeys:
         "record it",
     )
     head_dim: int = new_key(None, "Width of a head; unset: hidden_size / num_attention_heads", ge=1)
+    global_head_dim: int | None = new_key(
+        None, "Width of a head in full_attention layers of layer_types, as in Gemma 4; unset: head_dim", ge=1
+    )
     seq_length: int = key(REQUIRED, "Tokens of one sample", ge=1)
     max_position_embeddings: int = key(REQUIRED, "Longest sequence of the model; rows of learned positions", ge=1)
     intermediate_size: int | tuple[int, ...] | None = key(
@@ -72,6 +75,9 @@ class ModelKeys:
         "OLMo: RMSNorm over all queries and over all keys",
         differs="the geodesic fork normalises the heads of each tensor rank separately",
         source="fork",
+    )
+    use_v_norm: bool = new_key(
+        False, "Normalise each head's values by RMSNorm without weights, with the epsilon of the norms, as in Gemma 4"
     )
     norm_placement: Literal["pre", "post", "olmo3", "sandwich"] = key(
         "pre",
@@ -148,6 +154,13 @@ class ModelKeys:
         False,
         "Multiply attention's outputs, before the output projection, by the sigmoid of a gate that is projected "
         "with the queries, as in Qwen 3-Next",
+    )
+    attention_k_eq_v: bool = new_key(
+        False,
+        "In layers without a window, values are the projected keys before their norm and rotation, as in Gemma 4 (31B)",
+    )
+    layer_scalar: bool = new_key(
+        False, "Multiply the output of each block by a number of its own that is not trained, 1 at first; as in Gemma 4"
     )
     clip_qkv: float | None = new_key(
         None, "Clamp queries, keys and values to +- this after their norms, as in OLMo 1 and OLMoE", gt=0

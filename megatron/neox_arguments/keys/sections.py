@@ -333,7 +333,7 @@ class CommsLogger:
 class RopeScaling:
     """The sub-keys of the configuration key `rope_scaling`, by HuggingFace's names."""
 
-    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = key(
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = key(
         REQUIRED, "Method that stretches rotary positions to longer sequences"
     )
     factor: float = key(
@@ -374,6 +374,13 @@ class RopeScaling:
         None, "longrope: divisor of each frequency in texts up to the original length", gt=0
     )
     long_factor: tuple[float, ...] = key(None, "longrope: the same for longer texts", gt=0)
+    partial_rotary_factor: float = key(
+        None,
+        "proportional: the share of each head's pairs that turn, those of high frequency; the others stand still. "
+        "Gemma 4",
+        gt=0,
+        le=1,
+    )
     llama_4_scaling_beta: float = key(
         None, "yarn: queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)); Ministral 3", gt=0
     )

@@ -323,6 +323,7 @@ def _qk_clip(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(key, "no block of attention_config has attention; remove it")
     reasons = {
         "use_qk_layernorm": "norms of queries and keys undo any scale of their weights",
+        "attention_k_eq_v": "the weights of keys make the values too",
         "clip_qkv": "clamped queries and keys do not follow their weights",
         "te_mha": "Transformer-Engine's names of weights are not known to it",
         "attn_logit_softcapping": "logits have a cap already",

@@ -8,7 +8,10 @@ from megatron.neox_arguments.resolved import ResolvedArgs
 _KEY = "kv_lora_rank"
 _WIDTHS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys of usual attention that latent attention does not have.
-_REFUSED = ("use_qk_layernorm", "add_qkv_bias", "clip_qkv", "attention_sinks", "attention_output_gate", "te_mha")
+_REFUSED = (
+    "use_qk_layernorm", "add_qkv_bias", "clip_qkv", "attention_sinks", "attention_output_gate", "global_head_dim",
+    "attention_k_eq_v", "use_v_norm", "te_mha",
+)  # fmt: skip
 
 
 def validate_latent_attention(args: ResolvedArgs, problems: ErrorCollector) -> None:

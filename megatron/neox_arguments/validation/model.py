@@ -109,11 +109,13 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
         "llama3": ("factor", "low_freq_factor", "high_freq_factor", original),
         "dynamic": ("factor", original),
         "longrope": ("short_factor", "long_factor", original),
+        "proportional": ("partial_rotary_factor",),
     }.get(kind, ("factor",))
     allowed = {
         "yarn": (*required, original, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
                  "truncate", "llama_4_scaling_beta"),
         "longrope": (*required, "attention_factor"),
+        "proportional": (*required, "factor"),
     }.get(kind, required)  # fmt: skip
     for name, value in scaling.items():
         if name in required and value is None:
@@ -205,6 +207,14 @@ def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )
     if args.attention_output_gate and args.te_mha:
         problems.add("attention_output_gate", f"te_mha ({args.origin('te_mha')}) has no gate; remove one of them")
+    if args.use_v_norm and args.te_mha:
+        problems.add("use_v_norm", f"te_mha ({args.origin('te_mha')}) has no norm of values; remove one of them")
+    if args.use_v_norm and not args.attends:
+        problems.add("use_v_norm", "no block of attention_config has attention; remove it")
+    if args.attention_k_eq_v:
+        _keys_as_values(args, problems)
+    if args.global_head_dim is not None:
+        _global_heads(args, args.global_head_dim, problems)
     if args.attention_output_gate and not args.attends:
         problems.add("attention_output_gate", "no block of attention_config has attention; remove it")
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
@@ -212,6 +222,29 @@ def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} adds these biases already; remove this key")
     if args.add_qkv_bias and args.te_mha:
         problems.add("add_qkv_bias", f"te_mha ({args.origin('te_mha')}) needs all biases or none; remove one of them")
+
+
+def _keys_as_values(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    key = "attention_k_eq_v"
+    if not args.attends or all(args.has_window(block) for block in range(args.num_layers)):
+        problems.add(key, "no layer has attention without a window; remove it")
+    if args.te_mha:
+        problems.add(key, f"te_mha ({args.origin('te_mha')}) projects values too; remove one of them")
+    if args.compat_gqa_rows == "pre1315":
+        problems.add(key, f"there are no rows of values to reorder (compat_gqa_rows {args.cite('compat_gqa_rows')})")
+
+
+def _global_heads(args: ResolvedArgs, width: int, problems: ErrorCollector) -> None:
+    key = "global_head_dim"
+    if set(args.layer_types or ()) != {"full_attention", "sliding_attention"}:
+        problems.add(key, "needs both full_attention and sliding_attention in layer_types; or set head_dim")
+    if args.pos_emb == "rpe":
+        problems.add(key, f"layers share one table of biases (pos_emb {args.cite('pos_emb')}); remove one of them")
+    rotated = int(width * args.rotary_pct)
+    if args.pos_emb == "rotary" and (rotated % 2 or rotated == 0):
+        problems.add(key, f"{rotated} of {width} dimensions would be rotated; this must be even and above 0")
+    if args.rope_scaling is not None and args.rope_scaling["rope_type"] == "longrope":
+        problems.add(key, "longrope's factors are for heads of one width; remove one of them")
 
 
 def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -316,7 +349,11 @@ def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}; change one")
     elif any(heads % tp and tp % heads for heads in as_tuple(args.kv_heads)):
         problems.add(key, f"{tp} is neither a divisor nor a multiple of num_kv_heads {args.cite('num_kv_heads')}")
-    elif any(args.head_dim * heads % tp for heads in as_tuple(args.kv_heads)):
+    elif any(
+        width * heads % tp
+        for heads in as_tuple(args.kv_heads)
+        for width in (args.head_dim, args.global_head_dim or args.head_dim)
+    ):
         dimensions = f"{args.head_dim} dimensions (head_dim) each"
         problems.add(
             key, f"{tp} ranks cannot equally divide {min_kv_heads} key-value heads of {dimensions}; set {min_kv_heads}"
