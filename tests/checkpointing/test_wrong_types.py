@@ -90,7 +90,7 @@ def small_config(model_type: str) -> dict[str, Any]:
 
 
 def test_any_field_of_any_family(tmp_path: Path) -> None:
-    """Fields that LLaMA has too are tried there alone. Published folders may have others than transformers."""
+    """Fields that LLaMA has too are tried there alone. Published folders may have other ones."""
     configs = [small_config(model_type) for model_type in FAMILIES]
     configs += [config for _, config in PUBLISHED.values() if config["model_type"] in ("kimi_linear", "lfm2")]
     tried, file = set[tuple[str, ...]](), tmp_path / "config.json"

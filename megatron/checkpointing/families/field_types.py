@@ -113,8 +113,8 @@ _TYPES: Types = (
     (
         "a string",
         _is_text,
-        "activation activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act mlp_hidden_act "
-        "model_type rope_type type torch_dtype dtype",
+        "activation activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act "
+        "mlp_hidden_act model_type rope_type type torch_dtype dtype",
     ),
     ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type mlp_layer_types"),
     ("a whole number, or a list of them", _one_or_more(_is_int32), "moe_topk"),
