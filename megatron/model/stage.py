@@ -267,8 +267,8 @@ class Stage(nn.Module):
         positions: `[batch, seq]`, of the columns that this context rank computes.
         """
         exchanges = batch.context is not None and batch.context.heads is not None
-        attention = self.layers[str(layer)].attention if exchanges else None
-        heads = attention.own_heads if isinstance(attention, HeadAttention) else None
+        attention = self.layers[str(layer)].attention
+        heads = attention.own_heads if exchanges and isinstance(attention, HeadAttention) else None
         mixer, cache, bias = self.attention[layer], context.cache, partial(self._bias, layer, heads)
         if context.branch_ids is not None:
             branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1
@@ -283,6 +283,8 @@ class Stage(nn.Module):
         inputs = text_inputs(mixer, batch, positions, lengths, form, bias, context_rank)
         if batch.context is not None and batch.context.heads is not None:
             inputs = inputs._replace(heads=HeadsOrder(batch.context.heads.order, batch.context.heads.places))
+        if isinstance(attention, HeadAttention) and attention.logit_watch is not None:
+            inputs = inputs._replace(filled=batch.filled)
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
             shared_prefixes, keys = (inputs.written_out,), (inputs.key_index, *(inputs.runs or ()))
             for sized in (inputs.cu_seqlens, inputs.longest, *shared_prefixes, *keys):

@@ -91,7 +91,12 @@ def test_an_mtp_block_there_and_back_changes_no_bit(case: str, tmp_path: Path) -
         assert same_bits(expected, tensors_of(source))
     assert any(name.startswith("mtp.") for name in expected) and unwritten_blocks(source, args) is None
     assert unwritten_blocks(source, args.replace(mtp_num_layers=2)) is not None
-    trunk, args = imported(HFFolder(source), tmp_path / "trunk")
+    folder = HFFolder(source)
+    number = sum(name.startswith("mtp.") for name in expected)
+    assert HFFolder(source, mtp_layers=1).left_out is None
+    if "stacked" not in case:
+        assert re.search(rf"^{number} tensors .*mtp\.fc.*unchanged.*mtp_num_layers", folder.left_out or "")
+    trunk, args = imported(folder, tmp_path / "trunk")
     assert args.mtp_num_layers is None and 7 not in layer_params(args)
     carried = trunk / "huggingface" / "carried.safetensors"
     assert any(name.startswith("mtp.") for name in load_file(carried))

@@ -2,6 +2,7 @@
 
 The line names the file and the field."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -11,14 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.families.convert import from_hf
+from megatron.checkpointing.families.registry import FAMILIES
 from megatron.checkpointing.huggingface import HFFolder, find_hf
+from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.opening import OpenCheckpoint
-from tests.checkpointing.family_models import CASES, random_model
+from megatron.neox_arguments import ConfigError
+from tests.checkpointing.family_models import CASES, config_of, random_model
 from tests.checkpointing.golden import fails
+from tests.checkpointing.published_models import PUBLISHED
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tools.ckpts import convert_hf_to_neox
 
@@ -76,6 +82,41 @@ def test_a_field_of_another_type(case: str, tmp_path: Path) -> None:
         (folder / "config.json").write_text(with_field(config, path, value))
         message = imported(folder, tmp_path / "neox")
         assert message is None or message.startswith("convert_hf_to_neox.py: error: ")
+
+
+def small_config(model_type: str) -> dict[str, Any]:
+    case = next(case for case, (kind, _) in CASES.items() if getattr(transformers, kind).model_type == model_type)
+    return json.loads(config_of(case).to_json_string(use_diff=False))
+
+
+def test_any_field_of_any_family(tmp_path: Path) -> None:
+    """Fields that LLaMA has too are tried there alone. Published folders may have other ones."""
+    configs = [small_config(model_type) for model_type in FAMILIES]
+    configs += [config for _, config in PUBLISHED.values() if config["model_type"] in ("kimi_linear", "lfm2")]
+    tried, file = set[tuple[str, ...]](), tmp_path / "config.json"
+    for config in sorted(configs, key=lambda config: config["model_type"] != "llama"):
+        for path in fields(config):
+            if path in tried:
+                continue
+            for value in ("yarn", [1], {"a": 1}, 0, -1, None):
+                file.write_text(with_field(config, path, value))
+                with contextlib.suppress(CheckpointError, ConfigError):
+                    from_hf(read_config(tmp_path), {}.__getitem__)
+        if config["model_type"] == "llama":
+            tried = {*fields(config)} - {("max_position_embeddings",)}
+
+
+def test_fields_of_published_hunyuan_that_nothing_reads(tmp_path: Path) -> None:
+    """Hunyuan-A13B has a number for each layer, or false, where other families have one number."""
+    _, config = PUBLISHED["tencent/Hunyuan-A13B-Instruct"]
+    published = {"moe_intermediate_size": [3072] * 32, "n_group": False, "topk_group": False,
+                 "routed_scaling_factor": False, "num_shared_expert": [1] * 32}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**config, **published}))
+    keys = from_hf(read_config(tmp_path), {}.__getitem__)[0]
+    assert keys == from_hf(config, {}.__getitem__)[0] and keys["moe_intermediate_size"] == 3072
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": [3072] * 32}))
+    with pytest.raises(CheckpointError, match="intermediate_size: expected a whole number"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(("path", "value"), [

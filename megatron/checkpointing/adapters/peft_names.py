@@ -217,7 +217,7 @@ def _linear_tensor(
         family's mappings by our parameter names."""
     linear, _, adapter = spec.name.partition(".lora.")
     name, part = adapter.split(".")
-    row = rows[f"{linear}{_WEIGHT}"].for_mixer(attention)
+    row = rows[f"{linear}{_WEIGHT}"].for_mixer(mixer)
     modules, older = _modules(row, layer, family)
     # The adapter covers all rows: each HuggingFace module stores the same A, and its own rows of B.
     if specs[layer, row.neox_name].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]:

@@ -140,12 +140,21 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
     elif scaling["rope_type"] != "yarn":
         raise CheckpointError("config.json: truncate: false of rotary positions is only supported with rope_type yarn")
     if scaling["rope_type"] == "dynamic":
-        scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
+        scaling["original_max_position_embeddings"] = _longest(config)
     elif scaling["rope_type"] in ("llama3", "yarn"):
-        original = scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        original = get(scaling, "original_max_position_embeddings", _longest(config))
+        scaling["original_max_position_embeddings"] = original
         if scaling["rope_type"] == "yarn":
-            scaling.setdefault("factor", config["max_position_embeddings"] / original)
+            scaling.setdefault("factor", _longest(config) / original)
     return {**keys, "rope_scaling": scaling}
+
+
+def _longest(config: Config) -> int:
+    """Returns max_position_embeddings. Raises CheckpointError if config.json lacks it."""
+    if config.get("max_position_embeddings") is None:
+        raise CheckpointError("config.json: max_position_embeddings is missing; its rotary scaling needs it")
+    length: int = config["max_position_embeddings"]
+    return length
 
 
 def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
@@ -153,8 +162,8 @@ def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
 
     If unset, its value would follow max_position_embeddings, which a run may change."""
     name = "original_max_position_embeddings"
-    original = get(config, name, get(scaling, name, config["max_position_embeddings"]))
-    factor = get(scaling, "factor", config["max_position_embeddings"] / original)
+    original = get(config, name, get(scaling, name, _longest(config)))
+    factor = get(scaling, "factor", _longest(config) / original)
     grown = longrope_factor(original, factor * original)
     missing = [name for name in ("short_factor", "long_factor") if not scaling.get(name)]
     if missing:

@@ -107,7 +107,7 @@ def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
     CheckpointError for a model without experts."""
     field = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     experts = get(config, field, defaults.get("num_experts"))
-    if experts < 2:
+    if experts is None or experts < 2:
         raise CheckpointError(f"config.json: {field}: {experts}; a model with experts has 2 or more")
     keys = {
         "moe_num_experts": experts,

@@ -244,6 +244,8 @@ class Family:
         several names, or of all experts ({expert}), are one tensor in memory.
     constants: HuggingFace tensors of every block that are never trained, and the value of all their elements.
         They are written on export; an import with another value is refused.
+    unread: fields of published files that neither transformers nor we read, though other families do; they
+        may have types of their own.
     typical: fields of config.json for a small model of the family, where transformers' defaults give no model
         that is supported.
     title: the family's usual name.
@@ -272,6 +274,7 @@ class Family:
     base_prefix: str = "model."
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     typical: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
     notes: str = ""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
@@ -32,6 +32,10 @@ def _is_index(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether a value is a number; infinity, which transformers writes for "no limit", is one; NaN is not."""
     return finite_float(value) is not None or isinstance(value, float) and math.isinf(value)
+
+
+def _is_factor(value: Any) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _is_limit(value: Any) -> bool:
@@ -79,36 +83,56 @@ _TYPES: Types = (
         "no_rope_layer_interval attention_head_dim topk_group vocab_size ffn_hidden_size num_labels "
         "full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim "
+<<<<<<< HEAD
         "linear_conv_kernel_dim global_head_dim num_global_key_value_heads",
+=======
+        "linear_conv_kernel_dim short_conv_kernel_size conv_L_cache block_ff_dim block_multiple_of dim_model_base "
+        "num_expert_group num_kv_heads decoder_sparse_step moe_layer_interval",
+>>>>>>> crit
     ),
     (
         "a whole number below 2^31",
         _is_int32,
-        "decoder_sparse_step max_window_layers moe_intermediate_size moe_shared_expert_intermediate_size "
+        "max_window_layers moe_intermediate_size moe_shared_expert_intermediate_size "
         "n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
         "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace moe_k rotary_dim "
         "moe_num_shared_experts num_shared_experts shared_intermediate_size moe_layer_start_index "
+<<<<<<< HEAD
         "moe_layer_end_index moe_layer_interval hidden_size_per_layer_input num_kv_shared_layers",
+=======
+        "moe_layer_end_index num_dense_layers",
+>>>>>>> crit
     ),
     (
         "a number",
         _is_number,
-        "alpha attention_factor attention_multiplier attn_factor attn_logit_softcapping beta_fast beta_slow clip_qkv "
+        "attention_factor attention_multiplier attn_factor attn_logit_softcapping beta_fast beta_slow clip_qkv "
         "embedding_multiplier factor final_logit_softcapping high_freq_factor layer_norm_eps layer_norm_epsilon "
-        "layernorm_epsilon llama_4_scaling_beta logit_scale logits_scaling low_freq_factor mixer_rms_eps mscale "
+        "layernorm_epsilon llama_4_scaling_beta logit_scale low_freq_factor mixer_rms_eps mscale "
         "mscale_all_dim norm_epsilon norm_eps partial_rotary_factor query_pre_attn_scalar residual_multiplier "
         "rms_norm_eps rope_local_base_freq rope_theta rotary_emb_base rotary_pct routed_scaling_factor "
+<<<<<<< HEAD
         "router_aux_loss_coef router_jitter_noise scale_depth scale_emb dim_model_base swiglu_alpha swiglu_limit "
         "time_step_floor time_step_max time_step_min",
+=======
+        "router_aux_loss_coef router_jitter_noise swiglu_alpha swiglu_limit time_step_floor "
+        "time_step_max time_step_min scale_depth scale_emb",
+>>>>>>> crit
     ),
+    ("a number above 0", _is_factor, "alpha block_ffn_dim_multiplier logits_scaling"),
     (
         "true or false",
         _is_flag,
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias "
         "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm "
+<<<<<<< HEAD
         "attention_k_eq_v enable_moe_block multi_query parallel_attn new_decoder_architecture alibi bias "
         "use_sliding_window",
+=======
+        "multi_query parallel_attn new_decoder_architecture alibi bias use_sliding_window "
+        "conv_bias use_expert_bias block_auto_adjust_ff_dim tie_embedding mla_use_nope moe_renormalize",
+>>>>>>> crit
     ),
     (
         "a string",
@@ -119,13 +143,17 @@ _TYPES: Types = (
     ("true, false or a string", lambda value: _is_flag(value) or _is_text(value), "use_bidirectional_attention"),
     ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type mlp_layer_types"),
     ("a whole number, or a list of them", _one_or_more(_is_int32), "moe_topk"),
-    ("a list of whole numbers", _list_of(_is_index), "mlp_only_layers no_rope_layers"),
+    (
+        "a list of whole numbers",
+        _list_of(_is_index),
+        "mlp_only_layers no_rope_layers full_attn_idxs full_attn_layers kda_layers",
+    ),
     ("a list of numbers", _list_of(_is_number), "long_factor short_factor"),
     ("a list of two numbers", _is_limit, "time_step_limit"),
     (
         "an object ({...})",
         lambda value: isinstance(value, Mapping),
-        "full_attention id2label rope_parameters rope_scaling sliding_attention text_config",
+        "full_attention id2label linear_attn_config rope_parameters rope_scaling sliding_attention text_config",
     ),
     ("a map from layer numbers to objects", _is_by_layer, "per_layer_config"),
     (
@@ -143,7 +171,12 @@ _TYPES: Types = (
 )
 
 
-_NEVER_NULL = ("hidden_size", "num_attention_heads", "num_hidden_layers", "rope_type", "type")
+# Fields with fields of their own that are checked.
+_OBJECTS = (
+    "text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "linear_attn_config",
+)  # fmt: skip
+_NEVER_NULL = ("hidden_size", "num_attention_heads", "num_hidden_layers", "n_embd", "full_attn_layers", "kda_layers",
+               "rope_type", "type")  # fmt: skip
 
 
 def _is_pattern(test: Test) -> Test:
@@ -169,18 +202,23 @@ _ADAPTER_TYPES: Types = (
 )
 
 
-def check_fields(config: Mapping[str, Any], file: str) -> None:
+def check_fields(config: Mapping[str, Any], file: str, unread: Collection[str] = ()) -> None:
     """Raise CheckpointError if a field of config.json has a wrong type; the error names the field.
 
-    Fields of `text_config` and of rotary parameters are checked too. file: name of the file, for errors."""
+    Fields of `text_config` and of rotary parameters are checked too. file: name of the file, for errors.
+    unread: fields that may have any type (`Family.unread`)."""
     # `type` is the old name of rope_type; it may be null if rope_type is set.
     never_null = _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]
-    _check(config, file, _TYPES, never_null)
-    for name in ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"):
+    _check({name: value for name, value in config.items() if name not in unread}, file, _TYPES, never_null)
+    for name in _OBJECTS:
         if config.get(name) is not None:
+<<<<<<< HEAD
             check_fields(config[name], f"{file}: {name}")
     for layer, fields in (config.get("per_layer_config") or {}).items():
         check_fields(fields, f"{file}: per_layer_config.{layer}")
+=======
+            check_fields(config[name], f"{file}: {name}", unread)
+>>>>>>> crit
 
 
 def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,9 +41,12 @@ def _keys(config: Config) -> dict[str, Any]:
     }
 
 
+# Lists with a number for each layer, or false, in models with and without experts.
+_UNREAD = ("moe_intermediate_size", "n_group", "routed_scaling_factor", "topk_group")
+
 HUNYUAN = Family(
     "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", replaced_rows(*_NORM_ROWS), _keys, llama_config,
-    title="HunYuan (dense)", notes="config.json sets: a rotary base scaled by alpha, biases",
+    unread=_UNREAD, title="HunYuan (dense)", notes="config.json sets: a rotary base scaled by alpha, biases",
 )  # fmt: skip
 
 _SHARED = _BLOCK + "mlp.shared_mlp."
@@ -90,6 +93,6 @@ def _moe_config(args: ModelArgs) -> dict[str, Any]:
 
 HUNYUAN_MOE = Family(
     "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _MOE_ROWS, _moe_keys, _moe_config, title="HunYuan MoE",
-    in_memory=EXPERTS_IN_MEMORY, typical={"num_experts": 64, "moe_topk": 8},
+    unread=_UNREAD, in_memory=EXPERTS_IN_MEMORY, typical={"num_experts": 64, "moe_topk": 8},
     notes="config.json sets: a rotary base scaled by alpha; an fp32 router beside 16-bit weights needs --precision",
 )  # fmt: skip

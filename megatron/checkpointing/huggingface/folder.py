@@ -130,8 +130,8 @@ class HFFolder:
         different head, which is then read as untied; else None.
     quantised: a message about quantised weights; None if there are none. `get` dequantises them, by default
         to the dtype in config.json; their scales are not in `shapes`.
-    left_out: a message about blocks after the last that are not read (`Family.predicts_more`); None: there
-        are none.
+    left_out: a message about tensors for multi-token prediction that a run would not train: blocks after the
+        last, which are not read (`Family.predicts_more`), or tensors in `carried`; None: there are none.
     mtp_layers: number of these blocks that are read, for multi-token prediction. Their copies of embedding
         and head are not in `shapes`.
     Raises CheckpointError for missing or damaged files, for unsupported quantisation, and for fewer such
@@ -198,9 +198,21 @@ class HFFolder:
             self.shapes = {name: shape for name, shape in self.shapes.items() if name not in self.carried}
             self._leave_out(family)
             self._name_as_files(family)
+        self._tell_untrained()
         self._read_tie()
         if mtp_layers:
             self._check_prediction_blocks()
+
+    def _tell_untrained(self) -> None:
+        """Set `left_out` if `carried` has tensors for multi-token prediction."""
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        names = [] if family is None else sorted(name for name in self.carried if family.carries(name))
+        if family is not None and names:
+            reads = "; mtp_num_layers (--mtp-num-layers) trains them" if family.has_mtp_block else ""
+            self.left_out = (
+                f"{len(names)} tensors for multi-token prediction ({names[0]}, ..) are copied unchanged, so they will "
+                f"not fit the model once it is trained{reads}"
+            )
 
     def _read_tie(self) -> None:
         """Set `tie_word_embeddings` in `config` to false if the files hold a head that differs from the

@@ -74,6 +74,8 @@ class AttentionInputs(NamedTuple):
     runs: with cu_seqlens and key_index, how keys are divided over runs.
     ring: for keys that go round the context ranks, see `ring.ring_attention`.
     heads: how context ranks exchange heads for columns; None: they do not.
+    filled: `[batch]` int64, positions of each row before its padding, for `LogitWatch`; None: no padding, or
+        nothing is watched.
     """
 
     rope: Rope | None = None
@@ -89,6 +91,7 @@ class AttentionInputs(NamedTuple):
     runs: KeyRuns | None = None
     ring: tuple[RingBlock, ...] = ()
     heads: HeadsOrder | None = None
+    filled: Tensor | None = None
 
 
 def text_inputs(

@@ -14,10 +14,12 @@ _LOGITS_AT_ONCE = 1 << 24
 class LogitWatch(nn.Module):
     """Keeps the largest attention logit of each head since `largest` was last set to None.
 
-    Logits are scaled, and of the pairs of queries and keys that attention sees. They are computed again
-    beside the kernel, for some queries at a time.
+    Logits are scaled, and of the pairs of queries and keys that attention sees. Queries of padding are left
+    out; its keys follow every other query. Logits are computed again beside the kernel, for some queries at a
+    time.
 
-    scale: the factor of logits. largest: fp32 `[heads]`; None before the first micro-batch.
+    scale: the factor of logits. largest: fp32 `[heads]`, -inf if all is padding; None before
+        the first micro-batch.
     """
 
     def __init__(self, scale: float) -> None:
@@ -40,6 +42,9 @@ class LogitWatch(nn.Module):
             end = min(start + at_once, seq)
             logits = queries[:, :, :, start:end].flatten(2, 3) @ keys[..., :end]
             hidden = ~_visible(inputs, documents, rows, start, end, q.device)
+            if inputs.filled is not None:
+                columns = torch.arange(start, end, device=q.device)
+                hidden = hidden | (columns >= inputs.filled.unsqueeze(1)).view(rows, 1, -1, 1)
             logits = logits.unflatten(2, (share, end - start)).float().masked_fill(hidden.unsqueeze(2), -math.inf)
             largest = logits.amax((0, 3, 4)).flatten()
             self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)

@@ -35,6 +35,7 @@ class QKClip:
                 if stage.compiled:
                     watch.forward = torch.compiler.disable(watch.forward)  # type: ignore[method-assign]
         self._factors: dict[int, Tensor] = {}
+        self._layer_logits: dict[int, Tensor] = {}
         self._largest = torch.full((), -torch.inf, device=groups.device)
 
     def begin_step(self) -> None:
@@ -42,28 +43,36 @@ class QKClip:
         for _, watch in self._watches.values():
             watch.largest = None
 
-    def decide(self, skip: Tensor) -> None:
-        """Computes the factors of this step's logits; 1 if `skip` is true. Call it after the backward."""
+    def measure(self) -> None:
+        """Computes the largest logits of this step over all ranks. Call it after the backward, also in a step
+        that is skipped."""
         layer_logits = {
             index: watch.largest for index, (_, watch) in self._watches.items() if watch.largest is not None
         }
-        self._factors, self._largest = {}, torch.full_like(self._largest, -torch.inf)
+        self._layer_logits, self._largest = {}, torch.full_like(self._largest, -torch.inf)
         if layer_logits:
             largest = self._groups.max(torch.stack([*layer_logits.values()]), "data")
             if (group := self._groups.group("tensor")) is not None:
                 parts = [torch.empty_like(largest) for _ in range(self._groups.size("tensor"))]
                 dist.all_gather(parts, largest, group=group)
                 largest = torch.cat(parts, 1)
+            self._layer_logits, self._largest = dict(zip(layer_logits, largest.unbind(), strict=True)), largest.max()
+        self._groups.max(self._largest, "pipe")
+
+    def decide(self, skip: Tensor) -> None:
+        """Computes the factors of the logits from `measure`; 1 if `skip` is true."""
+        self._factors = {}
+        for index, largest in self._layer_logits.items():
             # Of an infinite logit no factor can be told; the loss is then no number either.
             is_clipped = (largest > self._threshold) & largest.isfinite() & ~skip.to(largest.device)
-            factors = torch.where(is_clipped, self._threshold / largest, 1.0)
-            self._factors, self._largest = dict(zip(layer_logits, factors.unbind(), strict=True)), largest.max()
-        self._groups.max(self._largest, "pipe")
+            self._factors[index] = torch.where(is_clipped, self._threshold / largest, 1.0)
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """The largest attention logit of the last step, over all heads, by the name of its metric."""
-        return {"max_attention_logit": self._largest}
+        """The largest attention logit of the last step, over all heads, by the name of its metric.
+
+        NaN if the step's rows were all padding."""
+        return {"max_attention_logit": self._largest.masked_fill(self._largest.isneginf(), torch.nan)}
 
     @torch.no_grad()
     def apply(self, shards: Sequence[Shard]) -> None:

@@ -88,7 +88,7 @@ class Update:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """The metrics of the last update, by name, equal on every rank."""
+        """The metrics of the last step, also of a skipped one, by name, equal on every rank."""
         return {} if self._qk_clip is None else self._qk_clip.metrics
 
     @torch.no_grad()
@@ -96,8 +96,11 @@ class Update:
         """Returns the 2-norm of the full model's gradient, an fp32 scalar, equal on every rank.
 
         It is NaN if the loss or a gradient is not finite on any rank. This takes one pass over the gradients
-        and one all-reduce of two numbers. gradients: one for each trained shard.
+        and one all-reduce of two numbers; QK-Clip also measures its logits. gradients: one for each trained
+        shard.
         """
+        if self._qk_clip is not None:
+            self._qk_clip.measure()
         filled = [self._zero if g is None else g for g in gradients]
         shard_norms = self._owned  # empty, if nothing of this stage is trained
         if filled:

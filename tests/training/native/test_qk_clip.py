@@ -2,7 +2,8 @@
 
 import importlib
 import math
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,25 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.families.convert import from_hf
+from megatron.data import Batch
 from megatron.model.attention.inputs import AttentionInputs
 from megatron.model.attention.largest_logits import LogitWatch
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.native.qk_clip import QKClip
 from megatron.training.native.shards import ReplicatedWeights
+from megatron.training.nonfinite_guard import SpikeGuard
 from tests.checkpointing.family_models import VOCAB, collected, on_disk, random_model
 from tests.model.stages import Weights, document_batch, make_stage, random_batch, small
 from tests.pool import run_ranks
+from tests.training.batches import batches_of
 from tests.training.runs import (
     ADAMW,
     LLAMA,
     NEOX,
     TABLE,
     assert_alike,
+    begin,
     cells,
     config,
     curves_of,
@@ -86,6 +91,7 @@ def test_heads_come_down_to_the_threshold(case: str, monkeypatch: pytest.MonkeyP
         bounds = [largest.clamp(max=limit) for largest in expected]
         if limit == math.inf:
             torch.testing.assert_close(watched, bounds, rtol=1e-4, atol=1e-4)
+            clip.measure()
             clip.decide(torch.tensor(False))
             assert float(clip.metrics["max_attention_logit"]) == pytest.approx(float(torch.stack(expected).max()))
             clip.apply(held.trained)
@@ -101,6 +107,7 @@ def test_a_skipped_step_scales_nothing() -> None:
     held = ReplicatedWeights(stage, args, groups, torch.float32)
     clip, old_weights = QKClip(stage, groups, 1e-3), [shard.local.detach().clone() for shard in held.trained]
     stage(None, random_batch(args, rows=ROWS))
+    clip.measure()
     clip.decide(torch.tensor(True))
     clip.apply(held.trained)
     assert all(torch.equal(shard.local, old) for shard, old in zip(held.trained, old_weights, strict=True))
@@ -117,10 +124,56 @@ def test_only_pairs_of_one_document_count() -> None:
     watch(q, k, AttentionInputs(cu_seqlens=starts))
     flat_q, flat_k = (x.transpose(0, 1).flatten(0, 1).repeat_interleave(4 // x.shape[2], 1) for x in (q, k))
     largest = []
-    for begin, end in pairwise(starts.tolist()):
-        logits = torch.einsum("qhd,khd->hqk", flat_q[begin:end], flat_k[begin:end]) * 0.5
+    for start, end in pairwise(starts.tolist()):
+        logits = torch.einsum("qhd,khd->hqk", flat_q[start:end], flat_k[start:end]) * 0.5
         largest.append(logits.masked_fill(~torch.ones_like(logits[0]).tril().bool(), -math.inf).amax((1, 2)))
     torch.testing.assert_close(watch.largest, torch.stack(largest).amax(0))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+def test_padding_has_no_logits(packed: bool) -> None:
+    """The expected logits are those of the rows' texts alone; a padded row by itself has none."""
+    args = small(num_layers=1, seq_length=SEQ)
+    stage = make_stage(args).train()
+    clip = QKClip(stage, ParallelGroups.single(), 1e-3)
+    batch = (document_batch if packed else random_batch)(args, rows=3)
+    filled = torch.tensor([5, SEQ, 0])
+    stage(None, replace(batch, filled=filled))
+    clip.measure()
+    watch = next(layer.attention.logit_watch for layer in stage.layers.values() if hasattr(layer, "attention"))
+    padded = watch.largest
+    clip.begin_step()
+    starts = batch.documents.cu_seqlens.tolist() if batch.documents is not None else [0, SEQ, 2 * SEQ]
+    for row, end in enumerate(filled.tolist()):
+        begins = [place - row * SEQ for place in starts if row * SEQ <= place < row * SEQ + end]
+        for start, stop in pairwise([*begins, end]):
+            rows, columns = slice(row, row + 1), slice(start, stop)
+            positions = None if batch.positions is None else batch.positions[rows, columns]
+            text = Batch(*(x[rows, columns] for x in (batch.tokens, batch.labels, batch.loss_weights)), positions)
+            stage(None, text)
+    torch.testing.assert_close(padded, watch.largest)
+    clip.begin_step()
+    stage(None, replace(batch, filled=torch.zeros(3, dtype=torch.int64)))
+    clip.measure()
+    clip.decide(torch.tensor(False))
+    assert math.isnan(float(clip.metrics["max_attention_logit"]))
+
+
+def logits_of_steps(rank: int, world_size: int, values: dict[str, Any], is_spike: bool) -> list[float]:
+    """For the pool: the largest logit of each of four steps, all of which are spikes, or change no weight."""
+    training = begin(values)
+    if is_spike:
+        training.engine.spikes.restore([0.0] * SpikeGuard.MIN_LOSSES)  # type: ignore[attr-defined]
+    results = [training.engine.train_step(batches, 0.0) for batches in islice(batches_of(training), 4)]
+    assert all(bool(result.spike) == is_spike for result in results)
+    return [float(result.metrics["max_attention_logit"]) for result in results]
+
+
+def test_a_skipped_spike_has_a_logit_of_its_own() -> None:
+    values = run_of("llama", {"qk_clip_threshold": 1e6, "weight_decay": 0.0})
+    expected = run_ranks(logits_of_steps, 1, values, False)[0]
+    assert len(set(expected)) == 4
+    assert run_ranks(logits_of_steps, 1, {**values, "skip_step_above_sigma": 1.0}, True)[0] == expected
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "shared keys"])
@@ -137,6 +190,7 @@ def test_a_logit_beyond_fp16_is_seen_and_none_turns_weights_into_nothing(heads: 
     attention = next(layer.attention for layer in stage.layers.values() if hasattr(layer, "attention"))
     attention.logit_watch.largest[0] = math.inf
     held = ReplicatedWeights(stage, args, ParallelGroups.single(), torch.float32)
+    clip.measure()
     clip.decide(torch.tensor(False))
     clip.apply(held.trained)
     assert all(shard.local.isfinite().all() and shard.local.any() for shard in held.trained)
