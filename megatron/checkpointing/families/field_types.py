@@ -83,12 +83,9 @@ _TYPES: Types = (
         "no_rope_layer_interval attention_head_dim topk_group vocab_size ffn_hidden_size num_labels "
         "full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim "
-<<<<<<< HEAD
-        "linear_conv_kernel_dim global_head_dim num_global_key_value_heads",
-=======
-        "linear_conv_kernel_dim short_conv_kernel_size conv_L_cache block_ff_dim block_multiple_of dim_model_base "
+        "linear_conv_kernel_dim global_head_dim num_global_key_value_heads "
+        "short_conv_kernel_size conv_L_cache block_ff_dim block_multiple_of dim_model_base "
         "num_expert_group num_kv_heads decoder_sparse_step moe_layer_interval",
->>>>>>> crit
     ),
     (
         "a whole number below 2^31",
@@ -97,11 +94,7 @@ _TYPES: Types = (
         "n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
         "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace moe_k rotary_dim "
         "moe_num_shared_experts num_shared_experts shared_intermediate_size moe_layer_start_index "
-<<<<<<< HEAD
-        "moe_layer_end_index moe_layer_interval hidden_size_per_layer_input num_kv_shared_layers",
-=======
-        "moe_layer_end_index num_dense_layers",
->>>>>>> crit
+        "moe_layer_end_index hidden_size_per_layer_input num_kv_shared_layers num_dense_layers",
     ),
     (
         "a number",
@@ -111,13 +104,8 @@ _TYPES: Types = (
         "layernorm_epsilon llama_4_scaling_beta logit_scale low_freq_factor mixer_rms_eps mscale "
         "mscale_all_dim norm_epsilon norm_eps partial_rotary_factor query_pre_attn_scalar residual_multiplier "
         "rms_norm_eps rope_local_base_freq rope_theta rotary_emb_base rotary_pct routed_scaling_factor "
-<<<<<<< HEAD
-        "router_aux_loss_coef router_jitter_noise scale_depth scale_emb dim_model_base swiglu_alpha swiglu_limit "
-        "time_step_floor time_step_max time_step_min",
-=======
         "router_aux_loss_coef router_jitter_noise swiglu_alpha swiglu_limit time_step_floor "
         "time_step_max time_step_min scale_depth scale_emb",
->>>>>>> crit
     ),
     ("a number above 0", _is_factor, "alpha block_ffn_dim_multiplier logits_scaling"),
     (
@@ -126,13 +114,9 @@ _TYPES: Types = (
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias "
         "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm "
-<<<<<<< HEAD
         "attention_k_eq_v enable_moe_block multi_query parallel_attn new_decoder_architecture alibi bias "
-        "use_sliding_window",
-=======
-        "multi_query parallel_attn new_decoder_architecture alibi bias use_sliding_window "
+        "use_sliding_window "
         "conv_bias use_expert_bias block_auto_adjust_ff_dim tie_embedding mla_use_nope moe_renormalize",
->>>>>>> crit
     ),
     (
         "a string",
@@ -212,13 +196,9 @@ def check_fields(config: Mapping[str, Any], file: str, unread: Collection[str] =
     _check({name: value for name, value in config.items() if name not in unread}, file, _TYPES, never_null)
     for name in _OBJECTS:
         if config.get(name) is not None:
-<<<<<<< HEAD
-            check_fields(config[name], f"{file}: {name}")
+            check_fields(config[name], f"{file}: {name}", unread)
     for layer, fields in (config.get("per_layer_config") or {}).items():
         check_fields(fields, f"{file}: per_layer_config.{layer}")
-=======
-            check_fields(config[name], f"{file}: {name}", unread)
->>>>>>> crit
 
 
 def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
