@@ -19,8 +19,7 @@ Residual = Literal["sequential", "parallel", "olmo3", "sandwich", "single"]
 class NormSpec:
     """A norm of hidden states.
 
-    kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm.
-    width: number of features.
+    kind: layernorm, rmsnorm, scalenorm or non_parametric_layernorm. width: number of features.
     zero_centered: rmsnorm and layernorm multiply by 1 + their weight.
     """
 
@@ -276,12 +275,10 @@ class MambaSpec:
     """Mamba's mixer (arXiv 2312.00752): a state of `state` numbers for each of `inner` channels.
 
     dt_rank: inner width of the projection of time steps.
-    conv_kernel: number of tokens that the convolution spans.
-    conv_bias: the convolution has biases.
+    conv_kernel: number of tokens that the convolution spans. conv_bias: it has biases.
     bias: the linear layers have biases; dt_proj always has one.
     norm_eps: epsilon of the RMSNorms (without weights) of B, C and time steps; None: no norms.
-    fp32_params: A_log and D stay fp32 beside 16-bit weights.
-    state_fp32: the state is fp32 in any precision.
+    fp32_params, state_fp32: A_log and D, and the state, are fp32 in any precision.
     lora: the low-rank adapters of in_proj and x_proj.
     """
 
@@ -304,15 +301,12 @@ class Mamba2Spec:
 
     Each head has one decay and a state `[head_dim, state]`.
 
-    groups: consecutive heads form `groups` groups. A group shares B and C, and the mean square of the gated
-        norm.
+    groups: groups of consecutive heads. A group shares B, C and the mean square of the gated norm.
     conv_kernel: number of tokens that the convolution spans.
     conv_bias, bias: the convolution, and the linear layers, have biases.
     norm_eps: epsilon of the gated norm.
-    chunk: tokens per chunk of the scan.
-    time_step_limit: (lowest, highest) time step.
-    fp32_params: A_log and D stay fp32 beside 16-bit weights.
-    state_fp32: the state is fp32 in any precision.
+    chunk: tokens per chunk of the scan. time_step_limit: (lowest, highest) time step.
+    fp32_params, state_fp32: A_log and D, and the state, are fp32 in any precision.
     lora: the low-rank adapters of in_proj.
     """
 
@@ -343,8 +337,7 @@ class GatedDeltaNetSpec:
 
     key_heads: number of heads of queries and keys; consecutive heads share one.
     conv_kernel: number of tokens that the convolution of queries, keys and values spans.
-    norm_eps: epsilon of the gated norm.
-    chunk: tokens per chunk of the scan.
+    norm_eps: epsilon of the gated norm. chunk: tokens per chunk of the scan.
     fp32_params: A_log stays fp32 beside 16-bit weights.
     lora: the low-rank adapters of its linear layers.
     """
@@ -382,9 +375,8 @@ class KimiDeltaAttentionSpec(GatedDeltaNetSpec):
 class ShortConvSpec:
     """The gated short convolution of LFM 2: C conv(B x), where B, C and x are projections of the input.
 
-    conv_kernel: number of tokens that the convolution spans. Its state are the inputs of these.
-    bias: the linear layers and the convolution have biases.
-    lora: the low-rank adapters of in_proj.
+    conv_kernel: number of tokens that the convolution spans; their inputs are the state.
+    bias: the linear layers and the convolution have biases. lora: the low-rank adapters of in_proj.
     """
 
     hidden: int
@@ -393,7 +385,7 @@ class ShortConvSpec:
     lora: LoraSpec | None = None
 
 
-# All kinds of mixers, those of them with a state, and all kinds of feed-forwards.
+# All kinds of mixers, those with a state, and all kinds of feed-forwards.
 StateMixerSpec = MambaSpec | Mamba2Spec | GatedDeltaNetSpec | ShortConvSpec
 MixerSpec = AttentionSpec | StateMixerSpec
 FeedForwardSpec = DenseSpec | MoESpec
@@ -403,13 +395,10 @@ FeedForwardSpec = DenseSpec | MoESpec
 class EmbeddingSpec:
     """The embedding layer, from tokens to hidden states.
 
-    index: NeoX's layer index.
-    vocab: rows of the embedding; None before the tokenizer is known.
-    learned: rows of learned positions; 0: none.
-    offset: position p reads row p + offset.
+    index: NeoX's layer index. vocab: rows of the embedding; None before the tokenizer is known.
+    learned: rows of learned positions; 0: none. offset: position p reads row p + offset.
     sinusoidal: adds sinusoidal positions.
-    multiplier: factor of the token embeddings.
-    noise: NEFTune's alpha; None: no noise.
+    multiplier: factor of the token embeddings. noise: NEFTune's alpha; None: no noise.
     tied: the output layer has the same weight.
     on_last_stage: the last pipeline stage has a copy of the layer, for multi-token prediction.
     copied: with adapters, a copy of the weight is trained in its place (`lora.modules_to_save`).

@@ -93,17 +93,17 @@ def test_any_field_of_any_family(tmp_path: Path) -> None:
     """Fields that LLaMA has too are tried there alone. Published folders may have other ones."""
     configs = [small_config(model_type) for model_type in FAMILIES]
     configs += [config for _, config in PUBLISHED.values() if config["model_type"] in ("kimi_linear", "lfm2")]
-    tried, file = set[tuple[str, ...]](), tmp_path / "config.json"
+    tried_fields, file = set[tuple[str, ...]](), tmp_path / "config.json"
     for config in sorted(configs, key=lambda config: config["model_type"] != "llama"):
         for path in fields(config):
-            if path in tried:
+            if path in tried_fields:
                 continue
             for value in ("yarn", [1], {"a": 1}, 0, -1, None):
                 file.write_text(with_field(config, path, value))
                 with contextlib.suppress(CheckpointError, ConfigError):
                     from_hf(read_config(tmp_path), {}.__getitem__)
         if config["model_type"] == "llama":
-            tried = {*fields(config)} - {("max_position_embeddings",)}
+            tried_fields = {*fields(config)} - {("max_position_embeddings",)}
 
 
 def test_fields_of_published_hunyuan_that_nothing_reads(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ _TYPES: Types = (
         "full_attention_interval linear_num_key_heads linear_num_value_heads linear_key_head_dim "
         "linear_value_head_dim "
         "linear_conv_kernel_dim global_head_dim num_global_key_value_heads "
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_chunk_size "
         "short_conv_kernel_size conv_L_cache block_ff_dim block_multiple_of dim_model_base "
         "num_expert_group num_kv_heads decoder_sparse_step moe_layer_interval",
     ),
@@ -114,15 +115,15 @@ _TYPES: Types = (
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias "
         "use_conv_bias use_parallel_residual use_qk_norm use_qkv_bias qk_layernorm "
-        "attention_k_eq_v enable_moe_block multi_query parallel_attn new_decoder_architecture alibi bias "
-        "use_sliding_window "
+        "mamba_conv_bias mamba_proj_bias attention_k_eq_v enable_moe_block multi_query parallel_attn "
+        "new_decoder_architecture alibi bias use_sliding_window "
         "conv_bias use_expert_bias block_auto_adjust_ff_dim tie_embedding mla_use_nope moe_renormalize",
     ),
     (
         "a string",
         _is_text,
         "activation activation_function hidden_act hidden_activation hybrid_override_pattern mamba_hidden_act "
-        "mlp_hidden_act model_type rope_type type torch_dtype dtype",
+        "mlp_hidden_act model_type position_embedding_type rope_type type torch_dtype dtype",
     ),
     ("true, false or a string", lambda value: _is_flag(value) or _is_text(value), "use_bidirectional_attention"),
     ("a list of strings", _list_of(_is_text), "architectures layer_types layers_block_type mlp_layer_types"),
@@ -143,7 +144,7 @@ _TYPES: Types = (
     (
         "a whole number above 0 and below 2^31, or auto",
         lambda value: _is_size(value) or value == "auto",
-        "time_step_rank",
+        "time_step_rank mamba_d_head",
     ),
     (
         "a whole number below 2^31, or letters",

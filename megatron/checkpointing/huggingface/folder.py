@@ -190,11 +190,8 @@ class HFFolder:
             tied = file_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
             self.config["tie_word_embeddings"] = bool(tied) or "lm_head.weight" not in self.shapes
         elif (family := FAMILIES.get(str(self.config.get("model_type")))) is not None:
-            self.carried = {
-                name: shape
-                for name, shape in self.shapes.items()
-                if family.carries(name) and not (mtp_layers and family.predicts(name))
-            }
+            self.carried = {n: s for n, s in self.shapes.items() if family.carries(n)}
+            self.carried = {n: s for n, s in self.carried.items() if not (mtp_layers and family.predicts(n))}
             self.shapes = {name: shape for name, shape in self.shapes.items() if name not in self.carried}
             self._leave_out(family)
             self._name_as_files(family)
@@ -276,8 +273,7 @@ class HFFolder:
         unknown = sorted(name for name in self.carried if family.has_mtp_block and family.carries(name))
         if unknown:
             raise CheckpointError(
-                f"{self.origin}: {unknown[0]} has no place in the block for multi-token prediction; remove "
-                "mtp_num_layers"
+                f"{self.origin}: {unknown[0]} fits no block for multi-token prediction; remove mtp_num_layers"
             )
         for name, copied in self._copies.items():
             source = next(row.hf_names[0] for row in family.rows if row.neox_name == copied)
@@ -299,9 +295,7 @@ class HFFolder:
 
     def _unstack_experts(self, family: Family) -> None:
         """Rename tensors in `shapes` from names in memory to names in files, and split stacked experts."""
-        unquantised = {
-            name: shape for name, shape in self.shapes.items() if self._names.get(name, name) not in self._packed
-        }
+        unquantised = {n: s for n, s in self.shapes.items() if self._names.get(n, n) not in self._packed}
         self._experts = rows_of_experts(family, unquantised)
         renamed = {name: family.stored_names(name, 1)[0] for name in unquantised}
         stacked = {part.stored for part in self._experts.values()}
