@@ -328,7 +328,15 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *_BLOCK_KEYS, *_DELTA_KEYS, *_MTP_KEYS)
+        for key in (
+            *_MODEL_KEYS,
+            *_EXPERT_KEYS,
+            *_LATENT_KEYS,
+            *_BLOCK_KEYS,
+            *_DELTA_KEYS,
+            *_SHORT_CONV_KEYS,
+            *_MTP_KEYS,
+        )
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:

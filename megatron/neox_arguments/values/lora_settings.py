@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from megatron.neox_arguments.model_args import ModelArgs
+from megatron.neox_arguments.model_args import MAMBA_2_BLOCKS, ModelArgs
 
 # Names of a block's linears in HuggingFace's models, as in peft's target_modules
 _GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
@@ -48,7 +48,7 @@ def known_targets(args: ModelArgs) -> tuple[str, ...]:
     present = {
         *({*_MLP_NAMES, _FUSED} - {*absent}),
         *(_attention_names(args) if args.attends else ()),
-        *(_MAMBA_NAMES if "mamba" in kinds else _MAMBA_NAMES[:1] if kinds & {"mamba2", "short_conv"} else ()),
+        *(_MAMBA_NAMES if "mamba" in kinds else _MAMBA_NAMES[:1] if kinds & {*MAMBA_2_BLOCKS, "short_conv"} else ()),
         *(_NET_NAMES if "gated_delta_net" in kinds else ()),
     }
     if "kimi_delta_attention" in kinds:
