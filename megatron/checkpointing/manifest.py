@@ -326,17 +326,10 @@ def check_model(saved: Mapping[str, Any], args: ModelArgs, source: str, new_head
             f"{source}: holds LoRA adapters; set lora as in the run that saved them, or merge them into the "
             "weights: tools/ckpts/adapter.py merge"
         )
+    further_keys = (*_BLOCK_KEYS, *_DELTA_KEYS, *_SHORT_CONV_KEYS, *_MTP_KEYS)
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in (
-            *_MODEL_KEYS,
-            *_EXPERT_KEYS,
-            *_LATENT_KEYS,
-            *_BLOCK_KEYS,
-            *_DELTA_KEYS,
-            *_SHORT_CONV_KEYS,
-            *_MTP_KEYS,
-        )
+        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_LATENT_KEYS, *further_keys)
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:

@@ -48,7 +48,8 @@ def known_targets(args: ModelArgs) -> tuple[str, ...]:
     present = {
         *({*_MLP_NAMES, _FUSED} - {*absent}),
         *(_attention_names(args) if args.attends else ()),
-        *(_MAMBA_NAMES if "mamba" in kinds else _MAMBA_NAMES[:1] if kinds & {*MAMBA_2_BLOCKS, "short_conv"} else ()),
+        *(_MAMBA_NAMES[:1] if kinds & {*MAMBA_2_BLOCKS, "short_conv"} else ()),
+        *(_MAMBA_NAMES if "mamba" in kinds else ()),
         *(_NET_NAMES if "gated_delta_net" in kinds else ()),
     }
     if "kimi_delta_attention" in kinds:
