@@ -75,7 +75,8 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
 
 
 def head_norms(**changes: Any) -> Any:
-    return head_norm_spec(small(**changes, use_qk_layernorm=True, layernorm_epsilon=1e-2, rms_norm_epsilon=1e-2))
+    args = small(**changes, use_qk_layernorm=True, layernorm_epsilon=1e-2, rms_norm_epsilon=1e-2)
+    return head_norm_spec(args, args.head_dim)
 
 
 def test_one_layernorm_of_queries_and_keys() -> None:

@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"mamba_state_dim": 4}, "mamba_state_dim", "attention_config .*mamba or mamba2"),
     ({"attention_config": ["mamba", "mamba"], "mamba_head_dim": 8}, "mamba_head_dim", "mamba2"),
     ({"attention_config": ["moe", "flash"]}, "moe_num_experts", "above 1.* moe"),
-    ({"attention_config": ["mamba", "rwkv7"]}, "attention_config", "mamba2, attention, mlp or moe"),
+    ({"attention_config": ["mamba", "rwkv7"]}, "attention_config", "mamba2, .*attention, mlp or moe"),
     ({"attention_config": ["mamba", "mamba"], "lora": {"target": ["out_proj"]}}, "lora.target", "in_proj, x_proj"),
     ({"lora": {"target": ["layers.2.self_attn.q_proj"]}}, "lora.target", "layers.2"),
     ({"lora": {"layers_to_transform": [0, 2]}}, "lora.layers_to_transform", "num_layers"),
