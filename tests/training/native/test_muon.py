@@ -114,8 +114,9 @@ def test_heads_alone_are_as_if_they_were_weights(model: dict[str, Any]) -> None:
     engine_muon.step()
     for held, params in twins:
         for part, param in zip(projections(held.name, held.local.detach(), args, True), params, strict=True):
-            update_size = LR * 0.2  # the root of the mean square of an update
-            torch.testing.assert_close(part, param.detach(), rtol=0, atol=update_size * 2**-5)
+            # The root of the mean square of an update. How bf16 iterations round depends on the CPU.
+            update_size = LR * 0.2
+            torch.testing.assert_close(part, param.detach(), rtol=0, atol=update_size * 2**-3)
     assert sum(len(params) for _, params in twins) > 2 * args.num_layers * args.num_attention_heads
 
 
