@@ -20,7 +20,6 @@ SPARE = 0.08
 _MOST_RECORDED = 16  # layouts, because each takes a second
 _LONG_ROWS = 16384  # tokens from which on context ranks are tried
 _MOST_ROWS = 16  # of a micro-batch
-_GAIN = 0.0  # by how much a layout must promise to be faster, so that it is planned
 # How much a difference counts, where the planned layout most like another one is looked for.
 _DISTANCES = {"pipe": 2, "context": 2, "expert": 2, "zero": 3, "recompute": 4}
 _WEIGHTS = tuple(_DISTANCES.get(field, 1) for field in Layout._fields)
@@ -179,7 +178,7 @@ class _Searching:
         If there are none, it yields the best of the recorded layouts, if that is not planned.
         """
         ways = [way for way in self.recorded.values() if self._is_small(way.step_bytes)]
-        limit = (1 - _GAIN) * min((way.seconds for way in ways), default=float("inf"))
+        limit = min((way.seconds for way in ways), default=float("inf"))
         seconds = {layout: self._corrected(layout) for layout in self.estimates if layout not in self.recorded}
         fast = (layout for layout, value in seconds.items() if value.seconds < limit and self._is_small(_memory(value)))
         allowed = filter(self._is_allowed, sorted(fast, key=lambda layout: seconds[layout].seconds))

@@ -25,7 +25,7 @@ from megatron.neox_arguments import ModelArgs
 from megatron.training.precision_policy import PrecisionChoice, Recipe
 from megatron.training.transformer_engine import choose_te_backend
 
-_GROUPED: dict[Recipe, type[RowwiseProduct | MXProduct]] = {"rowwise": RowwiseProduct, "mxfp8": MXProduct}
+GROUPED_PRODUCTS: dict[Recipe, type[RowwiseProduct | MXProduct]] = {"rowwise": RowwiseProduct, "mxfp8": MXProduct}
 _GROUPED_GPUS = {"rowwise": (9, 10), "mxfp8": (10,)}  # the major compute capabilities of torch's kernels
 _E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
 
@@ -62,7 +62,7 @@ def use_fp8(
     if not args.te_fp8_wgrad:
         line += ", weight gradients in bf16"
     if args.moe_num_experts > 1:
-        line += "; routers in bf16" if choice.recipe in _GROUPED else "; experts and routers in bf16"
+        line += "; routers in bf16" if choice.recipe in GROUPED_PRODUCTS else "; experts and routers in bf16"
     if unfit:
         unfit_names = ", ".join(f"{n} x {name}" for name, n in unfit.items())
         line += f"; in bf16, as their sizes are not multiples of {multiple_of(choice.recipe)}: {unfit_names}"
@@ -76,7 +76,7 @@ def use_grouped_fp8(stage: Stage, args: ModelArgs, recipe: Recipe, device: torch
     a kernel for them.
     """
     unfit = Counter[str]()
-    if recipe not in _GROUPED:
+    if recipe not in GROUPED_PRODUCTS:
         return unfit
     first_index = block_specs(args)[0].index
     blocks = [stage.layers[str(spec.index)] for spec in stage.blocks if spec.index - first_index in args.fp8_blocks]
@@ -91,7 +91,7 @@ def use_grouped_fp8(stage: Stage, args: ModelArgs, recipe: Recipe, device: torch
                 f"experts need compute capability {' or '.join(f'{n}.x' for n in _GROUPED_GPUS[recipe])}, but this GPU"
             )
             raise args.error("precision_fp8", f"{recipe}: {fix} has {actual}; write precision_fp8: tensorwise")
-        experts.product = GroupedScaledProduct(_GROUPED[recipe](args.te_fp8_wgrad))
+        experts.product = GroupedScaledProduct(GROUPED_PRODUCTS[recipe](args.te_fp8_wgrad))
     return unfit
 
 

@@ -122,19 +122,7 @@ CASES |= {
 NET = ["in_proj_qkvz", "in_proj_ba", "out_proj"]
 NET_35 = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-KIMI = [
-    "b_proj",
-    "f_a_proj",
-    "f_b_proj",
-    "g_a_proj",
-    "g_b_proj",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-]
+KIMI = ["b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "q_proj", "k_proj", "v_proj", *LATENT[2:]]
 CASES |= {
     "qwen 3 next": Case("qwen 3 next", {"target_modules": [*NET, "q_proj"]}, steps=2),
     "qwen 3 next dora": Case("qwen 3 next wide", {"target_modules": NET[:2], "use_dora": True}, steps=2),

@@ -18,6 +18,7 @@ from megatron.mpu.fp8 import DelayedProduct, MXProduct, RowwiseProduct, Tensorwi
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.fp8 import use_fp8, use_grouped_fp8
 from megatron.training.precision_policy import choose_precision
+from megatron.training.reference.cache import describe_precision
 from tests.methods.preferences.test_pairs_train import pairs, pairwise
 from tests.methods.preferences.test_reference import first_losses
 from tests.pool import run_ranks
@@ -46,6 +47,13 @@ def products(**overrides: Any) -> tuple[dict[str, str], list[str]]:
     stage = build_stage(args, groups)
     use_fp8(stage, choose_precision(args, CPU), args, groups, lines.append)
     return {n: type(m.product).__name__ for n, m in stage.named_modules() if hasattr(m, "product")}, lines
+
+
+@pytest.mark.parametrize(("recipe", "casts"), [("rowwise", True), ("tensorwise", False)])
+def test_cached_scores_of_experts_in_bf16_are_not_those_in_fp8(recipe: str, casts: bool) -> None:
+    experts = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk"}
+    args = NeoXArgs.from_dict(values(recipe, experts, padded_vocab_size=384)).for_world(1)
+    assert ("experts" in describe_precision(args, ParallelGroups.single())) is casts
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -74,7 +74,7 @@ def text_config(config: Config) -> dict[str, Any]:
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
     # As in transformers, fields outside text_config take precedence.
     alias, defaults = _ALIASES.get(family, (family, {}))
-    if alias != family:
+    if defaults is _QWEN2_VL:
         text = {name: _without_mrope(value) if name in _ROPE else value for name, value in text.items()}
     fields = {**defaults, "vocab_size": towers[family], **text, **shared}
     if config.get("tie_word_embeddings"):

@@ -18,7 +18,7 @@ from megatron.model.cache import StateCache, StateShapes
 from megatron.model.delta.context import scan_shared_rows
 from megatron.model.delta.rule import chunk_delta_rule, unit_length
 from megatron.model.mamba.inputs import StateInputs
-from megatron.model.mamba.mixers import Convolution, initial_state, recomputed
+from megatron.model.mamba.mixers import Convolution, StateMixer, initial_state, recomputed
 from megatron.model.mamba.packages import ScanKernels
 from megatron.model.specs import GatedDeltaNetSpec, KimiDeltaAttentionSpec
 from megatron.mpu import (
@@ -56,7 +56,7 @@ def _sizes(args: ModelArgs, block: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _DeltaMixer(nn.Module):
+class _DeltaMixer(StateMixer):
     """The parts that both mixers share: convolution, scan, and the norm of its output."""
 
     in_proj: Linear
@@ -124,7 +124,6 @@ class GatedDeltaNet(_DeltaMixer):
 
     Spec = GatedDeltaNetSpec
     spec = staticmethod(gated_delta_net_spec)
-    module_name = "mixer"
 
     def __init__(
         self,
@@ -188,10 +187,6 @@ class GatedDeltaNet(_DeltaMixer):
             *with_prefix("out_proj", out),
         )
 
-    @property
-    def output(self) -> Linear:
-        return self.out_proj
-
     def core(
         self,
         x: Tensor,
@@ -227,12 +222,10 @@ class KimiDeltaAttention(_DeltaMixer):
 
     Spec = KimiDeltaAttentionSpec
     spec = staticmethod(kimi_delta_attention_spec)
-    module_name = "mixer"
     f_a_proj: Linear
     f_b_proj: Linear
     g_a_proj: Linear
     g_b_proj: Linear
-    out_proj: Linear
 
     def __init__(
         self,
@@ -293,10 +286,6 @@ class KimiDeltaAttention(_DeltaMixer):
         linears = {name: linear.params() for name, linear in cls._linears(spec).items()}
         parts = {**linears, "conv1d": conv, "norm": norm}
         return (*own_params, *(param for name, specs in parts.items() for param in with_prefix(name, specs)))
-
-    @property
-    def output(self) -> Linear:
-        return self.out_proj
 
     def core(
         self,

@@ -68,6 +68,17 @@ def mamba2_spec(args: ModelArgs, block: int) -> Mamba2Spec | None:
     )  # fmt: skip
 
 
+class StateMixer(nn.Module):
+    """The common parts of mixers with states. Their last linear layer is `out_proj`."""
+
+    module_name = "mixer"
+    out_proj: Linear
+
+    @property
+    def output(self) -> Linear:
+        return self.out_proj
+
+
 class Convolution(nn.Module):
     """The causal convolution of each channel, usually followed by silu.
 
@@ -116,7 +127,7 @@ class Convolution(nn.Module):
         return F.silu(convolved) if self.silu else convolved
 
 
-class Mamba(nn.Module):
+class Mamba(StateMixer):
     """Mamba's mixer over this rank's channels; input and output are `[seq, batch, hidden]`.
 
     Parameters are named as in GPT-NeoX and mamba_ssm: `in_proj` (rows of x, then of the gate z), `conv1d`,
@@ -127,7 +138,6 @@ class Mamba(nn.Module):
 
     Spec = MambaSpec
     spec = staticmethod(mamba_spec)
-    module_name = "mixer"
     A_log: nn.Parameter
     D: nn.Parameter
 
@@ -206,10 +216,6 @@ class Mamba(nn.Module):
         state_dtype = torch.float32 if spec.state_fp32 else dtype
         return StateShapes((spec.conv_kernel - 1, channels), (channels, spec.state), state_dtype)
 
-    @property
-    def output(self) -> Linear:
-        return self.out_proj
-
     def core(
         self,
         x: Tensor,
@@ -260,7 +266,7 @@ class _TimeStep(nn.Module):
         allocate(self, params, groups)
 
 
-class Mamba2(nn.Module):
+class Mamba2(StateMixer):
     """Mamba 2's mixer over this rank's heads; input and output are `[seq, batch, hidden]`.
 
     Parameters are named as in mamba_ssm: `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over
@@ -272,7 +278,6 @@ class Mamba2(nn.Module):
 
     Spec = Mamba2Spec
     spec = staticmethod(mamba2_spec)
-    module_name = "mixer"
     dt_bias: nn.Parameter
     A_log: nn.Parameter
     D: nn.Parameter
@@ -345,10 +350,6 @@ class Mamba2(nn.Module):
         channels = (spec.inner + 2 * spec.groups * spec.state) // size
         state = (spec.heads // size, spec.head_dim, spec.state)
         return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32 if spec.state_fp32 else dtype)
-
-    @property
-    def output(self) -> Linear:
-        return self.out_proj
 
     def core(
         self,

@@ -1,12 +1,12 @@
 """The gated short convolution as a mixer of a block (LFM 2: arXiv 2511.23404)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.model.build_specs import lora_spec
 from megatron.model.cache import StateCache, StateShapes
 from megatron.model.mamba.inputs import StateInputs
-from megatron.model.mamba.mixers import Convolution
+from megatron.model.mamba.mixers import Convolution, StateMixer
 from megatron.model.mamba.packages import ScanKernels
 from megatron.model.specs import ShortConvSpec
 from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, with_prefix
@@ -21,7 +21,7 @@ def short_conv_spec(args: ModelArgs, block: int) -> ShortConvSpec | None:
     return ShortConvSpec(args.hidden_size, args.short_conv_kernel, args.use_bias_in_short_conv, lora_spec(args, block))
 
 
-class ShortConv(nn.Module):
+class ShortConv(StateMixer):
     """C conv(B x) over this rank's channels; input and output are `[seq, batch, hidden]`.
 
     Parameters are named as Mamba's: `in_proj` (rows of B, C, x), `conv1d`, `out_proj`. Channels are sharded
@@ -30,7 +30,6 @@ class ShortConv(nn.Module):
 
     Spec = ShortConvSpec
     spec = staticmethod(short_conv_spec)
-    module_name = "mixer"
 
     def __init__(
         self, spec: ShortConvSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: ScanKernels
@@ -71,10 +70,6 @@ class ShortConv(nn.Module):
         size: number of tensor ranks. dtype: of the weights.
         """
         return StateShapes((spec.conv_kernel - 1, spec.hidden // size), (0,), dtype)
-
-    @property
-    def output(self) -> Linear:
-        return self.out_proj
 
     def core(
         self,

@@ -29,6 +29,7 @@ from megatron.neox_arguments.values.json_text import parse_json
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.base_weights import weight_digests
 from megatron.training.checkpoint.source import CheckpointSource
+from megatron.training.fp8 import GROUPED_PRODUCTS
 from megatron.training.precision_policy import choose_precision
 
 _DESCRIPTION = "about.json"
@@ -74,18 +75,21 @@ def describe_reference(
         **({"averaged": True} if args.load_ema else {}),
         "model": {**forward_keys(args), **model_keys(args)},
         "tokenizer": tokenizer.fingerprint(),
-        "precision": _precision(args, groups),
+        "precision": describe_precision(args, groups),
         "scope": "sums over the trained tokens of an answer",
     }
 
 
-def _precision(args: NeoXArgs, groups: ParallelGroups) -> str:
+def describe_precision(args: NeoXArgs, groups: ParallelGroups) -> str:
+    """Returns the precision in which the reference computes, in words. Equal words mean equal rounding."""
     recipe = choose_precision(args, groups.device).recipe
     if args.qat is not None:
         return f"{args.params_dtype}, weights rounded to {args.qat}"
     if recipe is None:
         return args.params_dtype
-    return f"{args.params_dtype}, FP8 by {recipe} in blocks {args.fp8_blocks.start} to {args.fp8_blocks.stop - 1}"
+    experts = ", experts too" if args.moe_num_experts > 1 and recipe in GROUPED_PRODUCTS else ""
+    blocks = f"{args.fp8_blocks.start} to {args.fp8_blocks.stop - 1}"
+    return f"{args.params_dtype}, FP8 by {recipe} in blocks {blocks}{experts}"
 
 
 def digest_of(description: Mapping[str, Any]) -> str:
